@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.build import BuiltEngine, build_engine
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
+from verl.utils.device import capture_gate
 
 pytestmark = pytest.mark.gpu
 
@@ -44,18 +46,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def engine_of(folder: Path, beside: bool = False, **native: Any) -> BuiltEngine:
+def engine_of(
+    folder: Path, beside: bool = False, limits: dict[str, Any] | None = None, device: str = "cuda", **native: Any
+) -> BuiltEngine:
     keys = {
         "free_cache_engine": not beside,
+        "free_weights": False,
         "max_num_seqs": 8,
         "max_model_len": MAX_LENGTH,
         "max_num_batched_tokens": 32,
         "dtype": "float32",
         "engine_kwargs": {"native": {"num_blocks": 64, **native}},
     }
-    return build_engine(
-        str(folder), as_config(ModelConfig, {"path": str(folder)}), as_config(RolloutConfig, keys), "cuda"
-    )
+    model, rollout = as_config(ModelConfig, {"path": str(folder)}), as_config(RolloutConfig, keys | (limits or {}))
+    return build_engine(str(folder), model, rollout, device)
 
 
 def prompts() -> list[list[int]]:
@@ -123,7 +127,8 @@ def test_beside_other_work_of_the_device_steps_do_not_wait_for_it_and_answer_the
     busy, done = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), torch.cuda.Event()
     product = torch.mm(busy, busy)
     try:
-        answered(built, params, tag="warm-up ")
+        for turn in range(2):  # captures; the second time with cached prefixes, as below
+            answered(built, params, tag=f"warm-up {turn} ")
         torch.cuda.synchronize()
         torch.cuda.set_stream(before)
         for _ in range(800):  # a second of work
@@ -134,3 +139,83 @@ def test_beside_other_work_of_the_device_steps_do_not_wait_for_it_and_answer_the
     finally:
         torch.cuda.set_stream(before)
     assert found == expected
+
+
+def test_beside_training_graphs_are_captured_between_its_calls(tmp_path):
+    """Training calls what fails during a capture, or breaks it: it synchronises, frees memory and draws numbers."""
+    folder = save_tiny_model(tmp_path / "model")
+    params = SamplingParams(max_new_tokens=NEW, key=3)
+    expected = [output.token_ids for output in answered(engine_of(folder), params)]
+    built, before = engine_of(folder, beside=True), torch.cuda.current_stream()
+    ended, calls, errors = threading.Event(), [0], []
+
+    def train() -> None:
+        try:
+            while not ended.is_set():
+                with capture_gate.work():
+                    noise = torch.randn(512, 512, device="cuda")
+                    (noise @ noise).sum().item()
+                    torch.cuda.empty_cache()
+                    torch.cuda.synchronize()
+                    calls[0] += 1
+        except Exception as error:
+            errors.append(error)
+
+    try:
+        with capture_gate.work():
+            assert [output.token_ids for output in answered(built, params, tag="in a call ")] == expected
+        assert built.runner.captured_graphs == 0
+        trainer = threading.Thread(target=train)
+        trainer.start()
+        for turn in range(30):
+            assert [output.token_ids for output in answered(built, params, tag=f"{turn} ")] == expected
+        ended.set()
+        trainer.join()
+        assert not errors
+        assert calls[0] > 0
+        assert [output.token_ids for output in answered(built, params, tag="captures ")] == expected
+        assert built.runner.captured_graphs > 0
+        assert [output.token_ids for output in answered(built, params, tag="replays ")] == expected
+    finally:
+        ended.set()
+        torch.cuda.set_stream(before)
+
+
+def test_graphs_use_the_memory_that_was_allocated_for_them(tmp_path):
+    """Captures in ascending order, the worst for a pool that grows."""
+    wide = {"hidden_size": 256, "intermediate_size": 8192, "max_position_embeddings": 4096}
+    limits = {"max_model_len": 4096, "max_num_batched_tokens": 4096, "dtype": "bfloat16"}
+    built = engine_of(save_tiny_model(tmp_path / "model", **wide), limits=limits, num_blocks=512)
+    used = []
+    for number, tokens in enumerate((100, 600, 1400, 3000, 4000)):
+        request = Request(str(tokens), [7 + number] * tokens, SamplingParams(max_new_tokens=2, ignore_eos=True))
+        built.engine.add([Sequence(request, 0)])
+        while built.engine.has_work:
+            built.engine.step()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        used.append(torch.cuda.memory_reserved())
+    assert built.runner.captured_graphs == 6, "a prefill of every length, and decodes of one sequence"
+    assert used[-1] - used[0] < 128 * 2**20, "a step of 4096 tokens needs 200 MB"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_graphs_stay_valid_when_memory_is_released(beside, tmp_path):
+    built, before = engine_of(save_tiny_model(tmp_path / "model"), beside=beside), torch.cuda.current_stream()
+    params = SamplingParams(max_new_tokens=NEW, key=3)
+    try:
+        expected = [output.token_ids for output in answered(built, params)]
+        captured = built.runner.captured_graphs
+        assert captured > 0
+        for turn in range(2):
+            built.engine.preempt_all()
+            built.kv.release()
+            built.weights.offload()
+            torch.cuda.empty_cache()
+            built.weights.onload()
+            built.kv.restore()
+            torch.cuda.synchronize()
+            assert [output.token_ids for output in answered(built, params, tag=f"{turn} ")] == expected
+        assert built.runner.captured_graphs == captured
+    finally:
+        torch.cuda.set_stream(before)

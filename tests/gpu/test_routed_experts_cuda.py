@@ -11,6 +11,7 @@ from tests.support.router_cases import moe_model
 from tests.unit.inference.test_engine_parity import MAX_LENGTH, prompts
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
+from verl.inference.graphs import GraphOptions
 from verl.inference.kv_cache import KVCache
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.generic import GenericModel
@@ -35,7 +36,7 @@ class Versions:
         model = GenericModel(moe_model("qwen3_moe"), MAX_LENGTH, device="cuda:0")
         kv = KVCache(model, num_blocks, BLOCK)
         kv.record_experts(model)
-        runner = ModelRunner(model, TritonAttention(), kv, SEQUENCES, MAX_LENGTH, use_graphs=True)
+        runner = ModelRunner(model, TritonAttention(), kv, SEQUENCES, MAX_LENGTH, GraphOptions(32, 2**20))
         blocks = BlockManager(num_blocks, BLOCK)
         self.engine = Engine(Scheduler(blocks, SEQUENCES, 32, MAX_LENGTH, returns_experts=True), runner)
         self.weights, self.models = model.named_weights(), []

@@ -16,6 +16,7 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.attention import AttentionBackend, TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
+from verl.inference.graphs import GraphOptions
 from verl.inference.kv_cache import KVCache, choose_num_blocks
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models import InferenceModel
@@ -27,6 +28,7 @@ from verl.inference.tensor_parallel import SINGLE, FollowerEngine, LeaderEngine,
 from verl.inference.weights import EngineWeights
 from verl.models.loading import empty_model, pretrained_model, read_config
 from verl.models.lora import Adapters
+from verl.utils.buffer_sizes import graph_bytes, inner_size
 from verl.utils.device import resolve_dtype
 from verl.utils.end_tokens import EndTokens, find_end_tokens
 from verl.utils.tokenizer import hf_tokenizer, tokenizer_if_any
@@ -100,8 +102,14 @@ def build_engine(
         parallel,
         adapters,
     )
+    graphs = _graph_options(config, hf_config, dtype, parallel)
     blocks = options.num_blocks or choose_num_blocks(
-        model, options.block_size, config.max_num_seqs, config.max_model_len, config.gpu_memory_utilization
+        model,
+        options.block_size,
+        config.max_num_seqs,
+        config.max_model_len,
+        config.gpu_memory_utilization,
+        0 if graphs is None else graphs.reserved_bytes,
     )
     # Ranks that share the model execute the same block tables, so all have the same number of blocks.
     kv = KVCache(model, parallel.all_reduce_min(blocks), options.block_size)
@@ -113,7 +121,7 @@ def build_engine(
         kv,
         config.max_num_seqs,
         config.max_model_len,
-        use_graphs=not config.enforce_eager,
+        graphs,
         own_stream=not config.free_cache_engine,  # the engine then runs concurrently with training
     )
     scheduler = Scheduler(
@@ -138,6 +146,18 @@ def build_engine(
         end_tokens=default_end_tokens(model_path, hf_config, model_config),
         pad_token_id=hf_config.get_text_config(decoder=True).pad_token_id,
     )
+
+
+def _graph_options(
+    config: RolloutConfig, hf_config: Any, dtype: torch.dtype, parallel: TensorParallel
+) -> GraphOptions | None:
+    """The options of CUDA graphs; None: steps run eagerly."""
+    if config.enforce_eager:
+        return None
+    text = hf_config.get_text_config(decoder=True)
+    inner, tokens = inner_size(text) // parallel.size, config.max_num_batched_tokens
+    reserved = graph_bytes(text.hidden_size, inner, dtype.itemsize, config.max_num_seqs, tokens)
+    return GraphOptions(tokens, reserved, in_lockstep=parallel.size > 1)
 
 
 def policy_adapters(hf_config: Any, model_config: ModelConfig) -> AdapterOptions:

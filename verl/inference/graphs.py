@@ -5,15 +5,21 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import torch
 
-from verl.utils.buffer_sizes import DECODE_SIZES, MIXED_SIZES
+from verl.utils.buffer_sizes import graph_sizes
 
-__all__ = ["StepGraphs", "StepInputs"]
+__all__ = ["CudaRecorder", "GraphOptions", "GraphRecorder", "StepGraphs", "StepInputs", "always_permitted"]
 
 logger = logging.getLogger(__name__)
+
+_Step: TypeAlias = tuple[bool, int]
+"""Whether the step has prefills, and its size in tokens with padding."""
 
 
 @dataclass(slots=True)
@@ -48,8 +54,75 @@ class StepInputs:
     """[admitted]: adapter slot, -1: none."""
 
 
+@dataclass(frozen=True)
+class GraphOptions:
+    """Options of CUDA graphs."""
+
+    max_tokens: int
+    """Maximum tokens of a step."""
+    reserved_bytes: int
+    """Memory to allocate for the tensors of all graphs."""
+    in_lockstep: bool = False
+    """Whether other ranks run the same steps, so that all must capture the same graphs at the same time."""
+
+
+def always_permitted() -> AbstractContextManager[bool]:
+    """Context of a capture that no other thread can disturb."""
+    return nullcontext(True)
+
+
+class GraphRecorder(Protocol):
+    """Records the work that a function launches on a device."""
+
+    def reserve(self, size: int) -> None:
+        """Allocate `size` bytes for the tensors of recorded functions."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` launches, without running it; the returned function launches it."""
+
+
+class CudaRecorder:
+    """Captures CUDA graphs, which share one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._reservation: torch.cuda.CUDAGraph | None = None
+
+    def reserve(self, size: int) -> None:
+        """Capture a graph that allocates `size` bytes: the pool keeps them, and later captures use them in any order.
+
+        Without it, every graph that is larger than the ones before would enlarge the pool.
+        """
+        try:
+            self._reservation = self._capture(partial(self._allocate, size))
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"rollout: {size / 2**30:.2f} GB for CUDA graphs could not be allocated. Lower gpu_memory_utilization"
+                " or engine_kwargs.native.num_blocks, or set enforce_eager=True."
+            ) from error
+
+    def _allocate(self, size: int) -> None:
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        memory[:1].zero_()  # an empty graph causes a warning
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        return self._capture(run).replay
+
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # A failed capture does not restore the stream; the outer context does.
+        with (
+            torch.cuda.device(self._device),
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            run()
+        return graph
+
+
 class StepGraphs:
-    """CUDA graphs by kind of step and size, captured on first use. All share one memory pool.
+    """CUDA graphs by kind of step and size. A graph is captured when a step of its size first runs.
 
     A model whose step synchronises with the device (some MoE models) cannot be captured and runs eagerly.
     """
@@ -60,37 +133,56 @@ class StepGraphs:
         mixed: Callable[..., torch.Tensor],
         last_tokens: torch.Tensor,
         max_sequences: int,
+        max_tokens: int,
+        recorder: GraphRecorder,
+        may_capture: Callable[[], AbstractContextManager[bool]],
+        skips_out_of_memory: bool = True,
     ) -> None:
         """`decode`: `ModelRunner.forward_decode`; `mixed`: `ModelRunner.forward_mixed`. `last_tokens` has an entry per
-        slot; the last slot is for padding."""
+        slot; the last slot is for padding.
+
+        `may_capture`: context of a capture; if it yields False, the step runs without its graph, which a later step
+        captures. `skips_out_of_memory`: steps whose graph does not fit into memory run without it; False: they raise.
+        """
         device = last_tokens.device
         self._decode, self._mixed = decode, mixed
         self._last_tokens = last_tokens
         self._max_sequences = max_sequences
+        self._recorder, self._may_capture = recorder, may_capture
+        self._skips_out_of_memory = skips_out_of_memory
+        self._decode_sizes, self._mixed_sizes = graph_sizes(max_sequences, max_tokens)
         self._padding_slot = len(last_tokens) - 1
-        self._pool = torch.cuda.graph_pool_handle()
         self._can_capture = True
-        self._graphs: dict[tuple[bool, int], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._replays: dict[_Step, Callable[[], None]] = {}
+        self._too_large: set[_Step] = set()
+        """Steps whose graph did not fit into memory."""
         # Inputs of the graphs. Rows beyond those of a step refer to the padding slot.
-        tokens = MIXED_SIZES[-1]
+        tokens = max(self._decode_sizes[-1], self._mixed_sizes[-1])
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._rows = torch.full((tokens,), self._padding_slot, dtype=torch.int64, device=device)
         self._positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         self._starts = torch.zeros(max_sequences + 1, dtype=torch.int32, device=device)
         self._sequence_rows = torch.full((max_sequences,), self._padding_slot, dtype=torch.int64, device=device)
         self._lengths = torch.zeros(max_sequences, dtype=torch.int32, device=device)
+        self._hidden: torch.Tensor | None = None
+        """Output of every graph, [tokens, hidden]; the next step overwrites it."""
+
+    @property
+    def captured(self) -> int:
+        """Number of graphs."""
+        return len(self._replays)
 
     def capture_all(self) -> None:
-        """Capture every size up to `max_sequences`, the largest first: the others reuse its memory."""
-        decode = [size for size in DECODE_SIZES if size < 2 * self._max_sequences]
-        steps = [(True, size) for size in MIXED_SIZES] + [(False, size) for size in decode]
-        for has_prefills, size in sorted(steps, key=lambda step: -step[1]):
-            if not self._can_capture or self._capture(has_prefills, size) is None:
-                return
+        """Capture every graph."""
+        steps = [(True, size) for size in self._mixed_sizes] + [(False, size) for size in self._decode_sizes]
+        for step in sorted(steps, key=lambda step: -step[1]):
+            self._run(step)
+            self._capture(step)
 
-    def replay(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
-        """Run the step's graph; returns its hidden states, padding last, or None if there is no graph for it."""
-        sizes = MIXED_SIZES if has_prefills else DECODE_SIZES
+    def run(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
+        """Run a step, padded to the size of its graph; returns its hidden states [T or more, hidden], padding last,
+        valid until the next step. None if no graph can be captured for it; it must then be run without padding."""
+        sizes = self._mixed_sizes if has_prefills else self._decode_sizes
         count = len(inputs.token_rows)
         if count > sizes[-1] or not self._can_capture:
             return None
@@ -102,12 +194,14 @@ class StepGraphs:
             self._positions[count:size].zero_()
         if has_prefills:
             self._set_sequences(inputs)
-        captured = self._graphs.get((has_prefills, size)) or self._capture(has_prefills, size)
-        if captured is None:
-            return None
-        graph, hidden = captured
-        graph.replay()
-        return hidden
+        step = (has_prefills, size)
+        if step in self._replays:
+            self._replays[step]()
+        else:
+            self._run(step)  # compiles kernels and fills caches of libraries, which is not possible during a capture
+            self._capture(step)
+        assert self._hidden is not None
+        return self._hidden[:size]
 
     def _set_sequences(self, inputs: StepInputs) -> None:
         prefilled, count, sequences = len(inputs.prefill_ids), len(inputs.token_rows), len(inputs.lengths)
@@ -119,24 +213,32 @@ class StepGraphs:
         self._sequence_rows[:sequences].copy_(inputs.sequence_rows)
         self._lengths[:sequences].copy_(inputs.lengths)
 
-    def _capture(self, has_prefills: bool, size: int) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-        run = self._run_mixed if has_prefills else self._run_decode
-        run(size)  # compiles kernels and fills caches of libraries, which is not possible during a capture
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                hidden = run(size)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            # The step itself succeeded above: only its capture fails.
-            self._can_capture = False
-            reason = str(error).strip().splitlines()[0]
-            logger.warning("steps of this model cannot be captured as CUDA graphs and run eagerly: %s", reason)
-            return None
-        self._graphs[has_prefills, size] = (graph, hidden)
-        return graph, hidden
+    def _capture(self, step: _Step) -> None:
+        """Capture the graph of a step that has run, if this is possible now."""
+        if not self._can_capture or step in self._too_large:
+            return
+        with self._may_capture() as permitted:
+            if not permitted:
+                return
+            try:
+                self._replays[step] = self._recorder.record(partial(self._run, step))
+            except torch.OutOfMemoryError as error:
+                if not self._skips_out_of_memory:
+                    raise
+                self._too_large.add(step)
+                logger.warning("steps of %d tokens run without a CUDA graph, which does not fit: %s", step[1], error)
+            except RuntimeError as error:
+                self._can_capture = False
+                reason = str(error).strip().splitlines()[0]
+                logger.warning("steps of this model cannot be captured as CUDA graphs and run eagerly: %s", reason)
+
+    def _run(self, step: _Step) -> None:
+        """Run a step on the inputs of the graphs, and write its hidden states to their output."""
+        has_prefills, size = step
+        hidden = self._run_mixed(size) if has_prefills else self._run_decode(size)
+        if self._hidden is None:
+            self._hidden = hidden.new_empty(len(self._rows), hidden.shape[-1])
+        self._hidden[:size].copy_(hidden)
 
     def _run_decode(self, size: int) -> torch.Tensor:
         return self._decode(self._rows[:size], self._positions[:size])

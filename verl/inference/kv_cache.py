@@ -84,11 +84,12 @@ def choose_num_blocks(
     max_num_seqs: int,
     max_model_len: int,
     gpu_memory_utilization: float,
+    graphs: int = 0,
 ) -> int:
     """Number of blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit; logs it.
 
-    On a GPU, weights and KV take at most `gpu_memory_utilization` of its memory, and never more than is free. On a CPU,
-    KV takes at most a quarter of the available memory.
+    On a GPU, weights and KV take at most `gpu_memory_utilization` of its memory, and never more than is free beside
+    `graphs` bytes of CUDA graphs. On a CPU, KV takes at most a quarter of the available memory.
     """
     block_bytes = bytes_per_block(model, block_size)
     per_sequence = -(-max_model_len // block_size)
@@ -97,7 +98,7 @@ def choose_num_blocks(
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(model.device)
         logits = logit_bytes(max_num_seqs, model.vocab_size)
-        available = device_kv_bytes(total, free, gpu_memory_utilization, model.region.size, logits)
+        available = device_kv_bytes(total, free, gpu_memory_utilization, model.region.size, logits, graphs)
         remedy = "Raise gpu_memory_utilization, or lower max_model_len"
     else:
         available = host_kv_bytes(host_memory_available())

@@ -11,12 +11,13 @@ import torch
 
 from verl.inference.attention import AttentionBackend, AttentionStep
 from verl.inference.engine import StepResults
-from verl.inference.graphs import StepGraphs, StepInputs
+from verl.inference.graphs import CudaRecorder, GraphOptions, StepGraphs, StepInputs, always_permitted
 from verl.inference.kv_cache import KVCache
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
 from verl.inference.step_plan import Prefill, SampledRows, StepDetails, StepExperts, StepPlan
 from verl.types.request import TopLogProbs
+from verl.utils.device import capture_gate
 
 __all__ = ["InputSender", "LaunchedStep", "ModelRunner", "StepInputs"]
 
@@ -78,11 +79,11 @@ class ModelRunner:
         kv: KVCache,
         max_num_seqs: int,
         max_model_len: int,
-        use_graphs: bool,
+        graphs: GraphOptions | None = None,
         own_stream: bool = False,
     ) -> None:
-        """`own_stream`: on a GPU, steps run on a high-priority stream, concurrently with other threads. All graphs are
-        then captured here, because no other thread may free memory during a capture."""
+        """`graphs`: on a GPU, steps run as CUDA graphs. `own_stream`: on a GPU, steps run on a high-priority stream,
+        concurrently with other threads."""
         device = model.device
         self.model, self.kv = model, kv
         self._is_cuda = device.type == "cuda"
@@ -96,17 +97,40 @@ class ModelRunner:
         self._sampler = Sampler(max_num_seqs + 1, max_model_len, device)
         self._sender = InputSender(device, width)
         self._graphs: StepGraphs | None = None
-        if use_graphs and self._is_cuda:
-            self._graphs = StepGraphs(self.forward_decode, self.forward_mixed, self._last_tokens, max_num_seqs)
+        if graphs is not None and self._is_cuda:
+            self._graphs = self._prepare_graphs(graphs, max_num_seqs, own_stream)
         self._stream: torch.cuda.Stream | None = None
         if own_stream and self._is_cuda:
             self._stream = self._prepare_own_stream()
 
+    @property
+    def captured_graphs(self) -> int:
+        """Number of CUDA graphs that have been captured."""
+        return 0 if self._graphs is None else self._graphs.captured
+
+    @torch.inference_mode()
+    def _prepare_graphs(self, options: GraphOptions, max_num_seqs: int, own_stream: bool) -> StepGraphs:
+        """Allocate the memory of graphs. They are captured on first use, if no other thread uses the device then."""
+        recorder = CudaRecorder(self.model.device)
+        recorder.reserve(options.reserved_bytes)
+        graphs = StepGraphs(
+            self.forward_decode,
+            self.forward_mixed,
+            self._last_tokens,
+            max_num_seqs,
+            options.max_tokens,
+            recorder,
+            capture_gate.capture if own_stream and not options.in_lockstep else always_permitted,
+            skips_out_of_memory=not options.in_lockstep,
+        )
+        if own_stream and options.in_lockstep:
+            # The ranks capture a step's collectives together, and their other threads are busy at different times.
+            graphs.capture_all()
+        return graphs
+
     @torch.inference_mode()
     def _prepare_own_stream(self) -> torch.cuda.Stream:
-        """Capture all graphs, shorten the GIL switch interval of this process, and create the steps' stream."""
-        if self._graphs is not None:
-            self._graphs.capture_all()
+        """Shorten the GIL switch interval of this process, and create the steps' stream."""
         sys.setswitchinterval(min(_GIL_SWITCH_S, sys.getswitchinterval()))
         stream = torch.cuda.Stream(self.model.device, priority=-1)
         stream.wait_stream(torch.cuda.current_stream(self.model.device))  # until tables and weights are initialised
@@ -153,9 +177,9 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor:
         """Hidden states of the step's tokens, [T or more, hidden]."""
         if self._graphs is not None:
-            replayed = self._graphs.replay(inputs, has_prefills)
-            if replayed is not None:
-                return replayed
+            hidden = self._graphs.run(inputs, has_prefills)
+            if hidden is not None:
+                return hidden
         if not has_prefills:
             return self.forward_decode(inputs.token_rows, inputs.positions)
         return self.forward_mixed(

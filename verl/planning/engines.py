@@ -26,9 +26,9 @@ from verl.planning.shapes import ModelShape
 from verl.utils.buffer_sizes import (
     bytes_per_token,
     device_kv_bytes,
+    graph_bytes,
     host_kv_bytes,
     logit_bytes,
-    pool_bytes,
     step_bytes,
 )
 
@@ -109,14 +109,15 @@ def engine_footprint(
     step += logit_bytes(running, shape.vocab, truncated)
     graphs = 0
     if on_gpu and not rollout.enforce_eager:
-        graphs = pool_bytes(c * shape.hidden, step_bytes(1, shape.hidden, intermediate, c), rollout.max_num_seqs)
+        graphs = graph_bytes(shape.hidden, intermediate, c, rollout.max_num_seqs, rollout.max_num_batched_tokens)
     block = NativeOptions.from_config(rollout).block_size
     per_token = bytes_per_token(shape.layers, max(1, shape.kv_heads // ranks), shape.head_dim, c)
     kv = float(rollout.max_num_seqs * math.ceil(rollout.max_model_len / block) * block * per_token)
     if device is not None and on_gpu:
         logits = logit_bytes(rollout.max_num_seqs, shape.vocab)
         free = device.total - int(weights + resident)
-        kv = min(kv, device_kv_bytes(device.total, free, rollout.gpu_memory_utilization, int(weights), logits))
+        utilization = rollout.gpu_memory_utilization
+        kv = min(kv, device_kv_bytes(device.total, free, utilization, int(weights), logits, graphs))
     elif device is not None:
         kv = min(kv, host_kv_bytes(device.total))
     return EngineFootprint(weights, graphs, kv, step)

@@ -13,6 +13,7 @@ from verl.config.context_length import context_limit
 from verl.config.engine import MegatronConfig
 from verl.models.megatron_core import CoreArchitecture
 from verl.models.prefix_support import sharing_obstacle
+from verl.utils.buffer_sizes import inner_size
 
 if TYPE_CHECKING:
     from verl.models.loading import ModelKind
@@ -105,16 +106,13 @@ class ModelShape:
         layer_parameters = sum(value.numel() for layer in layers for value in layer.parameters())
         sizes = [value.numel() for value in model.parameters()]
         hidden, heads = text.hidden_size, text.num_attention_heads
-        inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
-        if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
-            inner = (getattr(text, "moe_intermediate_size", None) or inner) * (text.num_experts_per_tok or 1)
         return cls(
             hidden=hidden,
             layers=len(layers),
             heads=heads,
             kv_heads=getattr(text, "num_key_value_heads", None) or heads,
             head_dim=getattr(text, "head_dim", None) or hidden // heads,
-            intermediate=inner,
+            intermediate=inner_size(text),
             vocab=text.vocab_size,
             tied=bool(text.tie_word_embeddings),
             layer_parameters=layer_parameters,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from typing import Any
+
 # Bytes of a chunk of float32 logits. On CUDA large enough that matmuls run at full speed, and that accumulating the
 # gradient of the weight (a read and a write of float32 [vocab, H] per chunk) is cheap in comparison. On CPU the same
 # holds from 32 MB on, and above 64 MB the passes over the chunk get slower.
@@ -11,12 +14,13 @@ PORTION = 1 << 25
 # Keys of all rows per computed token up to which attention copies the keys of each row. On an H200 copies are faster
 # than a second kernel up to 4 keys and as fast at 6 (benchmarks/prefix_attention.py).
 MAX_GATHERED_KEYS = 5.0
-# Captured sizes; a step is padded to the next one. Above the last, launch overhead does not matter.
-DECODE_SIZES = (1, 2, 4, 8, *range(16, 129, 16), *range(160, 513, 32), *range(576, 1025, 64))
+# Sizes of CUDA graphs; a step is padded to the next one. Above the last, launch overhead does not matter. Each size in
+# use costs a capture: finer ones save no time, because matmuls compute rows in tiles of 64 or 128.
+DECODE_SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, *range(160, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
 MIXED_SIZES = (64, *range(128, 2049, 128), *range(2304, 3073, 256), 3584, 4096)
 # Fraction of available host memory for KV; other programs need memory too.
 _HOST_SHARE = 0.25
-# Fraction of device memory left for workspaces of kernels and CUDA graphs.
+# Fraction of device memory left for workspaces of kernels.
 _DEVICE_RESERVE = 0.03
 # float32 tensors [sequences, vocabulary] that sampling allocates at most besides the logits.
 _LOGIT_COPIES = 3
@@ -56,9 +60,11 @@ def bytes_per_token(layers: int, kv_heads: int, head_dim: int, itemsize: int) ->
     return 2 * layers * kv_heads * head_dim * itemsize
 
 
-def device_kv_bytes(total: int, free: int, utilization: float, weight_bytes: int, logits: int) -> int:
-    """Bytes for KV on a GPU of `total` bytes, of which `free` are free after loading the weights."""
-    return max(0, min(int(utilization * total) - weight_bytes, free - int(_DEVICE_RESERVE * total)) - logits)
+def device_kv_bytes(total: int, free: int, utilization: float, weight_bytes: int, logits: int, graphs: int) -> int:
+    """Bytes for KV on a GPU of `total` bytes, of which `free` are free after loading the weights; `graphs`: bytes of
+    CUDA graphs (`graph_bytes`)."""
+    remaining = free - int(_DEVICE_RESERVE * total) - graphs
+    return max(0, min(int(utilization * total) - weight_bytes, remaining) - logits)
 
 
 def host_kv_bytes(available: int) -> int:
@@ -76,8 +82,28 @@ def step_bytes(tokens: int, hidden: int, intermediate: int, itemsize: int) -> in
     return tokens * itemsize * (2 * hidden + 3 * intermediate)
 
 
-def pool_bytes(row_bytes: int, step_bytes: int, max_sequences: int) -> int:
-    """Memory of all graphs: for each size the hidden states (`row_bytes` per token), and once the activations of the
-    largest step (`step_bytes` per token)."""
-    decode = [size for size in DECODE_SIZES if size < 2 * max_sequences]
-    return row_bytes * (sum(decode) + sum(MIXED_SIZES)) + step_bytes * MIXED_SIZES[-1]
+def inner_size(text: Any) -> int:
+    """Width of a token's MLP activations, given the config of a language model; with experts, of those it uses."""
+    inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
+    if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
+        inner = (getattr(text, "moe_intermediate_size", None) or inner) * (text.num_experts_per_tok or 1)
+    return int(inner)
+
+
+def graph_sizes(max_sequences: int, max_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of CUDA graphs that decode steps and steps with prefills can use, ascending.
+
+    A step has at most `max_tokens` tokens, of at most `max_sequences` sequences.
+    """
+    return _up_to(DECODE_SIZES, min(max_sequences, max_tokens)), _up_to(MIXED_SIZES, max_tokens)
+
+
+def graph_bytes(hidden: int, intermediate: int, itemsize: int, max_sequences: int, max_tokens: int) -> int:
+    """Memory of all CUDA graphs: they share the activations and the hidden states of the largest step."""
+    largest = max(size for sizes in graph_sizes(max_sequences, max_tokens) for size in sizes)
+    return largest * itemsize * hidden + step_bytes(largest, hidden, intermediate, itemsize)
+
+
+def _up_to(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The sizes to which counts up to `count` are padded."""
+    return sizes[: bisect_left(sizes, count) + 1]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     is_cuda_available: bool
 
 __all__ = [
+    "CaptureGate",
+    "capture_gate",
     "copy_to_device",
     "get_device_id",
     "get_device_name",
@@ -111,6 +114,75 @@ def _peak(index: int) -> int:
     import torch
 
     return max(_earlier_peak.get(index, 0), torch.cuda.max_memory_allocated(index) + _mapped.get(index, 0))
+
+
+class CaptureGate:
+    """Keeps captures of CUDA graphs apart from CUDA work of other threads of this process.
+
+    During a capture, no other thread may synchronise with the device, free device memory or draw random numbers on it:
+    one of both would fail. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._working = 0
+        """Number of threads in `work`."""
+        self._capturing = False
+        self._thread = threading.local()
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Context of CUDA work, which waits for a capture and prevents others. Contexts of a thread may be nested."""
+        outer = getattr(self._thread, "works", False)
+        if outer:
+            yield
+            return
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context within `work` in which the thread waits for another one, and captures are possible."""
+        inside = getattr(self._thread, "works", False)
+        if inside:
+            self._leave()
+        try:
+            yield
+        finally:
+            if inside:
+                self._enter()
+
+    @contextmanager
+    def capture(self) -> Iterator[bool]:
+        """Context of a capture; yields False if work or another capture of this process is in progress."""
+        with self._changed:
+            permitted = not self._working and not self._capturing
+            self._capturing = self._capturing or permitted
+        try:
+            yield permitted
+        finally:
+            if permitted:
+                with self._changed:
+                    self._capturing = False
+                    self._changed.notify_all()
+
+    def _enter(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._capturing)
+            self._working += 1
+        self._thread.works = True
+
+    def _leave(self) -> None:
+        self._thread.works = False
+        with self._changed:
+            self._working -= 1
+
+
+capture_gate = CaptureGate()
+"""The gate of this process: calls on the compute lane are its work."""
 
 
 def __getattr__(name: str) -> Any:

@@ -123,7 +123,7 @@ def make_engine(
     prefix_caching: bool = False,
 ) -> Engine:
     kv = KVCache(case.model, num_blocks, block_size)
-    runner = ModelRunner(case.model, TorchAttention(), kv, max_num_seqs, MAX_LENGTH, use_graphs=False)
+    runner = ModelRunner(case.model, TorchAttention(), kv, max_num_seqs, MAX_LENGTH)
     blocks = BlockManager(num_blocks, block_size, prefix_caching)
     return Engine(Counting(blocks, max_num_seqs, max_num_batched_tokens, MAX_LENGTH, chunked_prefill), runner)
 

@@ -61,7 +61,7 @@ def load(model: Any, slot: int, adapter: Any) -> None:
 
 def make_engine(model: Any, **changes: Any) -> Engine:
     kv = KVCache(model, 80, 4)
-    runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH, use_graphs=False)
+    runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH)
     selects = model.adapters is not None and not model.adapters.options.shared
     keys = {"chunked_prefill": True, "max_num_batched_tokens": 24, **changes}
     scheduler = Scheduler(BlockManager(80, 4), 8, max_model_len=MAX_LENGTH, selects_adapters=selects, **keys)

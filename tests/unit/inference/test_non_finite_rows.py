@@ -55,7 +55,7 @@ def make_engine(value: float, fused: bool = False, num_blocks: int = 20) -> Engi
         for name, tensor in model.named_weights().items():
             tensor.copy_(module.state_dict()[name])
     kv = KVCache(model, num_blocks, 4)
-    runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH, use_graphs=False)
+    runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH)
     return Engine(Scheduler(BlockManager(num_blocks, 4, True), 8, 64, MAX_LENGTH), runner, VOCABULARY)
 
 

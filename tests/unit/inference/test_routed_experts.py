@@ -36,7 +36,7 @@ def engine_and_model(family: str, num_blocks: int = 80, **options) -> tuple[Engi
     model = GenericModel(tiny_model(family, **changes), MAX_LENGTH)
     kv = KVCache(model, num_blocks, 4)
     kv.record_experts(model)
-    runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH, use_graphs=False)
+    runner = ModelRunner(model, TorchAttention(), kv, 8, MAX_LENGTH)
     scheduler = Counting(BlockManager(num_blocks, 4), 8, returns_experts=True, max_model_len=MAX_LENGTH, **options)
     return Engine(scheduler, runner), tiny_model(family, **changes)
 

@@ -26,7 +26,7 @@ from verl.single_controller.base.heartbeat import ComputeTracker, Heartbeat
 from verl.single_controller.base.worker_group import ClassWithInitArgs, specs_of
 from verl.utils.compile_cache import open_compile_cache
 from verl.utils.concurrency import SharedEventLoop
-from verl.utils.device import memory_in_use
+from verl.utils.device import capture_gate, memory_in_use
 from verl.utils.progress import Progress, Span, record_progress, span, take_spans
 
 
@@ -323,7 +323,8 @@ class RankHost:
         if lane != "compute":
             return self._run(role, method, args, kwargs, lane)
         worker = self._workers.get(role)
-        with self._tracker.running(method, lambda: worker._progress.done if isinstance(worker, Worker) else 0):
+        progress = self._tracker.running(method, lambda: worker._progress.done if isinstance(worker, Worker) else 0)
+        with progress, capture_gate.work():
             return self._run(role, method, args, kwargs, lane)
 
     def _run(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:

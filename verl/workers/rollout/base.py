@@ -15,6 +15,7 @@ from verl.config import RolloutConfig
 from verl.protocol import DataProto
 from verl.types.request import Output, Request
 from verl.types.weights import Bucket, Manifest, RequestedRows
+from verl.utils.device import capture_gate
 from verl.utils.process_tree import watch_child_processes
 from verl.utils.py_functional import keyword_aliases
 from verl.utils.weight_fingerprint import tensor_fingerprint
@@ -40,6 +41,7 @@ class Load:
     kv_cache_bytes: int | None = _reported("Device memory of the KV cache now; 0 while it is released.")
     kv_cache_used: float | None = _reported("Share of the KV cache that holds tokens of unfinished requests.")
     preemptions_total: int | None = _reported("Preemptions so far because the KV cache was full; KV is recomputed.")
+    cuda_graphs: int | None = _reported("CUDA graphs captured so far: one per size of steps that has run.")
     weight_bytes: int | None = _reported("Device memory of the weights now; 0 while they are released.")
     weight_version: int | None = _reported("Version of the current weights.")
 
@@ -113,7 +115,8 @@ class BaseRollout(ABC):
         that share an engine, the first returns the rows, the others an empty batch.
         """
         try:
-            return EngineHost(self).generate_batch(prompts, sampling_overrides) if self.is_leader else DataProto()
+            with capture_gate.waiting():
+                return EngineHost(self).generate_batch(prompts, sampling_overrides) if self.is_leader else DataProto()
         finally:
             if self.config.tensor_model_parallel_size > 1:
                 self.wait_idle()  # follower ranks wait for the leader

@@ -240,6 +240,7 @@ class EmbeddedRollout(BaseRollout):
             generated_tokens_total=tokens,
             kv_cache_used=self._kv_used(),
             preemptions_total=self._preemptions(),
+            cuda_graphs=self._cuda_graphs(),
             **memory,
         )
 
@@ -249,6 +250,10 @@ class EmbeddedRollout(BaseRollout):
 
     def _preemptions(self) -> int | None:
         """Preemptions so far because the KV cache was full; None if the engine does not report them."""
+        return None
+
+    def _cuda_graphs(self) -> int | None:
+        """Captured CUDA graphs; None if the engine does not report them."""
         return None
 
     def close(self) -> None:
