@@ -93,24 +93,73 @@ TreeAttention = Literal["gather", "merge"]
 """Implementations of attention over a tree on CUDA, see `verl.models.attention`."""
 
 
-class PathKeys(NamedTuple):
-    """For each node the whole path of its row; the last tokens of the path are the node itself."""
+class TreeArguments(NamedTuple):
+    """What the attention kernels need to know about a tree. One compiled graph takes the three tensors of any tree;
+    on separate arguments torch.compile would specialise if they are 0 or 1, or equal by chance."""
 
-    keys: torch.Tensor
-    """[sum of paths] computed tokens."""
-    seqlens: Seqlens
-    """Of nodes (queries) and paths (keys)."""
+    index: torch.Tensor
+    """Computed tokens: `TreeParts.path_keys`, `prefix_queries` and `prefix_keys`."""
+    starts: torch.Tensor
+    """int32: starts of nodes, paths, and queries and keys of groups."""
+    sizes: torch.Tensor
+    """On the host: the lengths of these parts, and the other numbers of `TreeParts`."""
+
+    @staticmethod
+    def of(parts: TreeParts, device: torch.device) -> TreeArguments:
+        index = np.concatenate([parts.path_keys, parts.prefix_queries, parts.prefix_keys])
+        starts = np.concatenate([parts.nodes, parts.paths, parts.prefix_query_starts, parts.prefix_key_starts])
+        lengths = [len(part) for part in parts[:7]]
+        tensors = torch.from_numpy(index), torch.from_numpy(starts)
+        index_on_device, starts_on_device = copy_to_device(tensors, device)
+        for tensor in (index_on_device, starts_on_device):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return TreeArguments(index_on_device, starts_on_device, torch.tensor([*lengths, *parts[7:]]))
+
+    def parts(self) -> TreeParts:
+        """Return the parts as views. Reads `sizes`."""
+        sizes = self.sizes.tolist()
+        return TreeParts(*self.index.split(sizes[:3]), *self.starts.split(sizes[3:7]), *sizes[7:])
 
 
-class NodesByPrefix(NamedTuple):
-    """Nodes of rows with shared tokens, grouped by these tokens: every query of a group attends to all its keys."""
+class TreeParts(NamedTuple):
+    """Arguments of the attention kernels for a tree: tensors, or arrays on the host."""
 
-    queries: torch.Tensor
-    """[n] computed tokens of the nodes, each once."""
-    keys: torch.Tensor
-    """[m] computed tokens: the shared tokens of each group."""
-    seqlens: Seqlens
-    """Of the queries and keys of each group."""
+    path_keys: Any
+    """[sum of paths]: computed tokens of the path of every node's row; the last ones are the node itself. Used by
+    `gather`."""
+    prefix_queries: Any
+    """[n]: computed tokens of nodes with shared tokens, grouped by these: each attends to all keys of its group. Used
+    by `merge`."""
+    prefix_keys: Any
+    """[m]: the shared tokens of each group."""
+    nodes: Any
+    """[nodes + 1]: first computed token of each node; then their number."""
+    paths: Any
+    """[nodes + 1]: where the paths begin in `path_keys`."""
+    prefix_query_starts: Any
+    prefix_key_starts: Any
+    longest_node: int
+    longest_path: int
+    most_queries: int
+    """Of a group."""
+    longest_prefix: int
+    merges: bool
+    """`merge` or `gather`."""
+
+    @property
+    def node_seqlens(self) -> Seqlens:
+        """Of every node alone."""
+        return self.nodes, self.nodes, self.longest_node, self.longest_node
+
+    @property
+    def path_seqlens(self) -> Seqlens:
+        """Of nodes (queries) and paths (keys)."""
+        return self.nodes, self.paths, self.longest_node, self.longest_path
+
+    @property
+    def prefix_seqlens(self) -> Seqlens:
+        """Of the queries and keys of each group."""
+        return self.prefix_query_starts, self.prefix_key_starts, self.most_queries, self.longest_prefix
 
 
 class ExpandedRows(NamedTuple):
@@ -142,13 +191,12 @@ class TreePacking(Packing):
         self._attention = attention
         self._rows_with_nodes = np.flatnonzero(tree.node_lengths)
         lengths = tuple(tree.node_lengths[self._rows_with_nodes].tolist())
-        starts = _starts(tree.node_lengths[self._rows_with_nodes]) if cu_seqlens is None else cu_seqlens
-        super().__init__(starts, lengths, max(lengths, default=0), sequence_parallel)
-        # Computed before the pass: compiled layers only read attributes.
+        if cu_seqlens is None:
+            cu_seqlens = torch.from_numpy(_starts(tree.node_lengths[self._rows_with_nodes]))
+        super().__init__(cu_seqlens, lengths, max(lengths, default=0), sequence_parallel)
         self.attention = attention or self._select_attention()
-        cuda = self.cu_seqlens.is_cuda
-        self.path_keys = self._path_keys() if cuda else None
-        self.nodes_by_prefix = self._group_nodes() if cuda and self.attention == "merge" else None
+        # Computed before the pass: compiled layers only read attributes.
+        self.kernel_arguments = self._kernel_arguments() if self.cu_seqlens.is_cuda else None
 
     def with_starts(self, cu_seqlens: torch.Tensor) -> TreePacking:
         return TreePacking(self.tree, self.token_index, self._attention, cu_seqlens, self.sequence_parallel)
@@ -161,36 +209,41 @@ class TreePacking(Packing):
 
     def _select_attention(self) -> TreeAttention:
         keys = int(self.tree.lengths[self._rows_with_nodes].sum())
-        return "gather" if keys <= MAX_GATHERED_KEYS * self.total else "merge"
+        return "gather" if keys <= MAX_GATHERED_KEYS * self.tree.total else "merge"
 
-    def _path_keys(self) -> PathKeys:
-        paths = [self.tree.paths[row] for row in self._rows_with_nodes]
-        lengths = self.tree.lengths[self._rows_with_nodes]
-        keys, cu_keys = self._to_device(torch.from_numpy(np.concatenate(paths)), _starts(lengths))
-        return PathKeys(keys, (self.cu_seqlens, cu_keys, self.max_length, int(lengths.max())))
+    def _kernel_arguments(self) -> TreeArguments:
+        tree, rows = self.tree, self._rows_with_nodes
+        with_prefix = rows[tree.shared[rows] > 0]
+        merges = self.attention == "merge" and len(with_prefix) > 0
+        none = np.zeros(0, dtype=np.int64)
+        queries, prefix_keys, query_counts, key_counts = self._group_nodes(with_prefix) if merges else (none,) * 4
+        parts = TreeParts(
+            path_keys=np.concatenate([tree.paths[row] for row in rows]),
+            prefix_queries=queries,
+            prefix_keys=prefix_keys,
+            nodes=_starts(tree.node_lengths[rows]),
+            paths=_starts(tree.lengths[rows]),
+            prefix_query_starts=_starts(query_counts),
+            prefix_key_starts=_starts(key_counts),
+            longest_node=self.max_length,
+            longest_path=int(tree.lengths[rows].max()),
+            most_queries=int(query_counts.max(initial=0)),
+            longest_prefix=int(key_counts.max(initial=0)),
+            merges=merges,
+        )
+        return TreeArguments.of(parts, self.cu_seqlens.device)
 
-    def _group_nodes(self) -> NodesByPrefix | None:
-        """Return None if no row has shared tokens."""
+    def _group_nodes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return the nodes of `rows` grouped by their shared tokens: queries and keys, and their number per group."""
         tree = self.tree
-        rows = self._rows_with_nodes[tree.shared[self._rows_with_nodes] > 0]
-        if not len(rows):
-            return None
         # A prefix is identified by its last token.
         prefixes = np.array([tree.paths[row][tree.shared[row] - 1] for row in rows])
         _, first, group = np.unique(prefixes, return_index=True, return_inverse=True)
         rows_by_group = rows[np.argsort(group, kind="stable")]
-        queries = [np.arange(tree.starts[row], tree.starts[row + 1]) for row in rows_by_group]
-        keys = [tree.paths[row][: tree.shared[row]] for row in rows[first]]
+        queries = np.concatenate([np.arange(tree.starts[row], tree.starts[row + 1]) for row in rows_by_group])
+        keys = np.concatenate([tree.paths[row][: tree.shared[row]] for row in rows[first]])
         query_counts = np.bincount(group, weights=tree.node_lengths[rows]).astype(np.int64)
-        key_counts = tree.shared[rows[first]]
-        query_index, cu_queries, key_index, cu_keys = self._to_device(
-            torch.from_numpy(np.concatenate(queries)),
-            _starts(query_counts),
-            torch.from_numpy(np.concatenate(keys)),
-            _starts(key_counts),
-        )
-        sizes = int(query_counts.max()), int(key_counts.max())
-        return NodesByPrefix(query_index, key_index, (cu_queries, cu_keys, *sizes))
+        return queries, keys, query_counts, tree.shared[rows[first]]
 
     @cached_property
     def expanded(self) -> ExpandedRows:
@@ -210,8 +263,8 @@ class TreePacking(Packing):
         return copy_to_device(tensors, self.cu_seqlens.device)
 
 
-def _starts(lengths: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
 
 
 def gather_tokens(x: torch.Tensor, index: torch.Tensor, chunks: int = 1) -> torch.Tensor:

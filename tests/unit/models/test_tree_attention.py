@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.models.test_attention import one_sequence
-from verl.models import attention
+from verl.models import attention, tree_kernel
 from verl.models.shared_prefixes import PrefixTree, TreePacking, gather_tokens
+from verl.workers.engine.common.base_engine import compiled_graphs
 
 TREES = {
     "a group": ([9, 7, 9, 8], [0, 5, 5, 5]),
@@ -87,21 +88,21 @@ def test_random_trees_of_whole_rows(tree):
 # ---------------------------------------------------------------- implementations around CUDA kernels
 
 
-def exact_forward(query, key, value, seqlens, causal, scale):
+def exact_forward(query, key, value, seqlens, causal, scale, left=-1):
     """What the variable-length kernel computes: attention and its log-sum-exp, per sequence."""
     outs, lses = [], []
     for q, k, v in sequences(seqlens, query, key, value):
-        scores = scores_of(q, k, causal, scale)
+        scores = scores_of(q, k, causal, scale, left)
         lses.append(scores.logsumexp(-1))
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), repeated(v, q)))
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def exact_backward(gradient, query, key, value, out, lse, seqlens, causal, scale):
+def exact_backward(gradient, query, key, value, out, lse, seqlens, causal, scale, left=-1):
     """What its backward pass computes from a log-sum-exp and an output."""
     results = []
     for q, k, v, dO, o, at in sequences(seqlens, query, key, value, gradient, out, lse.transpose(0, 1)):
-        p = torch.exp(scores_of(q, k, causal, scale) - at.transpose(0, 1)[..., None])
+        p = torch.exp(scores_of(q, k, causal, scale, left) - at.transpose(0, 1)[..., None])
         dp = torch.einsum("qhd,khd->hqk", dO, repeated(v, q))
         ds = p * (dp - (dO * o).sum(-1).transpose(0, 1)[..., None]) * scale
         dq = torch.einsum("hqk,khd->qhd", ds, repeated(k, q))
@@ -121,48 +122,61 @@ def repeated(x, query):
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1)
 
 
-def scores_of(query, key, causal, scale):
+def scores_of(query, key, causal, scale, left):
     scores = torch.einsum("qhd,khd->hqk", query, repeated(key, query)) * scale
     if not causal:
         return scores
     # The mask is aligned to the last query and the last key.
-    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(key.shape[0] - query.shape[0])
+    offset = key.shape[0] - query.shape[0]
+    seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(offset)
+    seen = seen if left < 0 else seen.triu(offset - left)
     return scores.masked_fill(~seen, -torch.inf)
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.fixture
+def exact_kernels(monkeypatch):
+    """Kernels for any dtype and device."""
+    monkeypatch.setattr(tree_kernel, "kernel_forward", exact_forward)
+    monkeypatch.setattr(tree_kernel, "kernel_backward", exact_backward)
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+
+
+def kernel_packing(lengths, shared, method):
+    """The packing of a tree as on a GPU."""
+    tree = PrefixTree(np.array(lengths), np.array(shared))
+    packing = TreePacking(tree, np.concatenate(tree.paths), method)
+    packing.kernel_arguments = packing._kernel_arguments()
+    return packing
+
+
+@pytest.mark.parametrize(("method", "window"), [("gather", None), ("gather", 3), ("merge", None), ("merge", 3)])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees())
-def test_parts_merged_by_log_sum_exp_have_exact_values_and_gradients(tree):
-    packing = packing_of(*tree)
-    nodes_by_prefix = packing._group_nodes()
-    assert (nodes_by_prefix is None) == (not (packing.tree.shared * packing.tree.node_lengths).any())
-    if nodes_by_prefix is None:
-        return
-    assert len(set(nodes_by_prefix.queries.tolist())) == len(nodes_by_prefix.queries)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "kernel_forward", exact_forward)
-        patch.setattr(attention, "kernel_backward", exact_backward)
-        check(lambda *x: attention.merged_attention(*x, packing, nodes_by_prefix, 0.3), packing)
+def test_kernels_have_exact_values_and_gradients(exact_kernels, tree, method, window):
+    packing = kernel_packing(*tree, method)
+    queries = packing.kernel_arguments.parts().prefix_queries.tolist()
+    assert len(set(queries)) == len(queries)
+    check(lambda *x: attention.tree_attention(*x, packing, 0.3, window), packing, window=window)
 
 
-@settings(max_examples=40, deadline=None)
-@given(tree=trees())
-def test_gathered_keys_have_exact_values_and_gradients(tree):
-    packing = packing_of(*tree)
-    packing.path_keys = packing._path_keys()
+def test_the_operator_is_consistent(exact_kernels):
+    for method in ("gather", "merge"):
+        packing = kernel_packing(*TREES["nested"], method)
+        torch.library.opcheck(
+            tree_kernel.tree_kernel, (*inputs_of(packing), *packing.kernel_arguments, 0.3, -1), raise_exception=True
+        )
 
-    def kernel(query, key, value, seqlens, scale, window, softcap):
-        assert max(seqlens[0].diff()) == seqlens[2]
-        assert max(seqlens[1].diff()) == seqlens[3]
-        return exact_forward(query, key, value, seqlens, True, scale)[0]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "varlen_attention", kernel)
-        inputs = inputs_of(packing)
-        actual = with_gradients(attention.gathered_attention(*inputs, packing, 0.3), inputs)
-        expected = with_gradients(row_by_row(*inputs, packing), inputs)
-    for mine, theirs in zip(actual, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=1e-8)
+def test_one_compiled_graph_computes_any_tree(exact_kernels):
+    """Copied keys, merged parts, and trees of any size."""
+    torch._dynamo.reset()
+    before = compiled_graphs()
+    compiled = torch.compile(attention.tree_attention, backend="aot_eager", dynamic=True, fullgraph=True)
+    for name in TREES:
+        for method in ("gather", "merge"):
+            packing = kernel_packing(*TREES[name], method)
+            check(lambda *x, packing=packing: compiled(*x, packing, 0.3), packing)
+    assert compiled_graphs() == before + 1
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 8])
