@@ -211,7 +211,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--seeds", nargs="+", type=int, default=[1, 2, 3], help="seeds of --learn")
     add("--cases", nargs="+", choices=list(CASES), default=[], help="interleaved runs of these comparisons")
     add("--rounds", type=int, default=2, help="--cases: runs of every mode")
-    add("--measured", type=int, default=15 if cuda else 2, help="--cases: measured steps of a run")
+    add(
+        "--measured",
+        type=int,
+        default=16 if cuda else 2,
+        help="--cases: measured steps of a run (even: async may alternate)",
+    )
     add("--model", help="--cases gsm8k: folder of the model")
     add("--data", help="--cases gsm8k: folder with train.parquet")
     add("--within", type=float, help="--cases: start no run that would probably end after this many seconds")
