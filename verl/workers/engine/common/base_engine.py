@@ -343,8 +343,19 @@ class BaseTrainEngine(EngineCheckpointMixin):
 
 def compile_each_layer(layers: Iterable[nn.Module]) -> None:
     """Compile the forward pass of each layer for any number of tokens; layers of one class share the code."""
+    options = _code_for_all_sizes()
     for layer in layers:
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, options=options)
+
+
+def _code_for_all_sizes() -> dict[str, bool]:
+    """Options of Inductor without which code is compiled again when the size of a pass crosses a threshold: it fuses
+    reductions over tokens and over features only in large passes."""
+    from torch._inductor import config
+
+    if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
+        return {"triton.mix_order_reduction_non_strict_mode": True}  # in passes of all sizes
+    return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
 
 
 def compiled_graphs() -> int:
