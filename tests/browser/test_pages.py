@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.support.recordings import UIDS, close, open_writer, write_step, write_vocabulary
+from tests.support.recordings import UIDS, close, open_writer, write_step, write_supervised_run, write_vocabulary
 from verl.viewer.export import write_export
 from verl.viewer.run import ViewedRun
 
@@ -147,6 +147,15 @@ def test_hostile_texts_are_shown_and_not_executed(browser, address, page):
         browser.wait("document.body.innerText.includes('<script>')")
         assert "␛[31m⟨U+202E⟩" in browser.text
     assert browser.evaluate("document.querySelectorAll('main img, main script').length") == 0
+
+
+@pytest.mark.parametrize(("stream", "page"), [("rows", "groups"), ("rows", "answer"), ("pairs", "groups")])
+def test_hostile_texts_of_supervised_runs_are_shown_and_not_executed(browser, serve, tmp_path, stream, page):
+    with serve(write_supervised_run(tmp_path, streams=[stream])) as url:
+        browser.open(f"{url}#{page}?step=1&uid={UIDS[0]}&text=1")
+        browser.wait("document.body.innerText.includes('<script>')")
+        assert "␛[31m⟨U+202E⟩" in browser.text
+        assert browser.evaluate("document.querySelectorAll('main img, main script').length") == 0
 
 
 def test_injected_code_is_blocked_by_the_policy(browser, address):

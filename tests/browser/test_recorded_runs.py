@@ -1,4 +1,4 @@
-"""All pages on recordings of real runs: sync with validation, asynchronous, agents with tools, SFT."""
+"""All pages on recordings of real runs: sync with validation, asynchronous, agents with tools, SFT, reward model."""
 
 from __future__ import annotations
 
@@ -36,12 +36,54 @@ def test_every_page_shows_the_run(browser, serve, run):
                 assert any(track in label for track in tracks - {"controller"})
 
 
-def test_answers_are_those_of_the_run(browser, serve, run):
+def test_texts_and_tokens_are_those_of_the_run(browser, serve, run):
     kind, folder = run
+    {"sft": _check_rows, "rm": _check_pairs}.get(kind, _check_responses)(browser, serve, kind, folder)
+
+
+def _check_rows(browser, serve, kind, folder):
+    run = recording.read(folder)
+    step = run.rows.steps[-1]
+    row = run.rows.table(step=step).to_pylist()[1]
+    with serve(folder) as url:
+        browser.open(f"{url}#groups")
+        assert f"{len(run.rows.table(step=step))} rows" in browser.text
+        for text in (row["prompt"], "mean loss of the rows"):
+            assert text in browser.text
+        browser.open(f"{url}#answer?step={step}&uid={row['uid']}")
+        browser.wait("document.querySelectorAll('.token[data-index]').length > 0")
+        assert browser.evaluate("document.querySelectorAll('.token.trained[data-index]').length") == sum(row["mask"])
+        masked = browser.evaluate("document.querySelectorAll('.token.masked[data-index]').length")
+        assert masked == len(row["mask"]) - sum(row["mask"])
+        assert "not trained · " in browser.text
+        value = f"{row['trainer_log_probs'][0]:.8g}"[:6]
+        event = "new PointerEvent('pointerover', {bubbles: true})"
+        browser.evaluate(f"document.querySelector('.token[data-index]').dispatchEvent({event})")
+        assert value in browser.evaluate("document.getElementById('tooltip').textContent")
+        browser.open(f"{url}#answer?step={step}&uid={row['uid']}&text=1")
+        assert row["turns"][1]["text"] in browser.text
+        browser.open(f"{url}#groups?step={step}")
+        browser.evaluate("document.querySelector('tr.link').click()")
+        browser.wait("location.hash.startsWith('#answer')")
+
+
+def _check_pairs(browser, serve, kind, folder):
+    run = recording.read(folder)
+    step = run.pairs.steps[-1]
+    pairs = run.pairs.table(step=step).to_pylist()
+    pair = next(pair for pair in pairs if pair["correct"] is not None)
+    with serve(folder) as url:
+        browser.open(f"{url}#groups?step={step}&uid={pair['uid']}")
+        assert f"{len(pairs)} pairs" in browser.text
+        cards = browser.evaluate("[...document.querySelectorAll('#pair .card pre')].map((card) => card.textContent)")
+        assert cards == [pair["chosen"], pair["rejected"]]
+        assert pair["prompt"] in browser.text
+        browser.evaluate("document.querySelector('tr.link:last-child').click()")
+        browser.wait(f"!location.hash.includes('{pair['uid']}')")
+
+
+def _check_responses(browser, serve, kind, folder):
     recorded = recording.read(folder)
-    if kind == "sft":
-        assert recorded.groups.steps == []
-        return
     step = recorded.trajectories.steps[-1]
     row = recorded.trajectories.table(step=step).to_pylist()[0]
     with serve(folder) as url:

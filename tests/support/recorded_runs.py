@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.support.training_harness import make_task, overrides, run_training
-from verl.config import SFTConfig, load_config
+from verl.config import RMConfig, SFTConfig, load_config
+from verl.trainer.main_rm import run_rm
 from verl.trainer.main_sft import run_sft
 
-RUNS = ("sync", "async", "agent", "sft")
+RUNS = ("sync", "async", "agent", "sft", "rm")
 _GRPO = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4")
 _AGENT = '''
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
@@ -31,8 +34,8 @@ class Lookup(AgentLoopBase):
 def record_run(kind: str, folder: Path) -> Path:
     """Train a few steps of a run of this kind; return the folder with its recording."""
     task = make_task(folder / "task")
-    if kind == "sft":
-        return _record_sft(task, folder)
+    if kind in ("sft", "rm"):
+        return (record_sft if kind == "sft" else record_rm)(task["model"], folder)
     settings = {
         "sync": ("trainer.test_freq=1", "trainer.val_before_train=True"),
         "async": ("trainer.mode=one_step_off", "actor_rollout_ref.rollout.mode=async", "data.val_files=[]"),
@@ -53,12 +56,35 @@ def _agent_settings(folder: Path) -> tuple[str, ...]:
     )
 
 
-def _record_sft(task: dict[str, str], folder: Path) -> Path:
-    rows = [{"prompt": f"add {i} and {j}", "response": f"{i}+{j}={i + j}"} for i in range(4) for j in range(4)]
+def record_sft(model: str, folder: Path, *settings: str) -> Path:
+    """Fine-tune 4 steps on 16 rows with two answers each, which are trained."""
+    rows = [{"messages": _conversation(i, j)} for i in range(4) for j in range(4)]
+    run_sft(load_config(None, _supervised(model, folder, rows, "data.multiturn=True", *settings), root=SFTConfig))
+    return folder / "checkpoints"
+
+
+def record_rm(model: str, folder: Path, *settings: str) -> Path:
+    """Train a reward model 4 steps on 16 pairs, of which every fourth is a tie."""
+    rows = [
+        {"prompt": f"add {i} and {j}", "chosen": f"{i + j}", "rejected": f"not {i + j}, I think", "tie": j == 3}
+        for i in range(4)
+        for j in range(4)
+    ]
+    run_rm(load_config(None, _supervised(model, folder, rows, *settings), root=RMConfig))
+    return folder / "checkpoints"
+
+
+def _conversation(i: int, j: int) -> list[dict[str, str]]:
+    texts = (f"add {i} and {j}", f"{i}+{j}={i + j}", "sure?", "yes")
+    return [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, texts, strict=True)]
+
+
+def _supervised(model: str, folder: Path, rows: Sequence[Mapping[str, Any]], *settings: str) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", rows), ("val", rows[:4])):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
-    settings = [
-        f"model.path={task['model']}",
+    return [
+        f"model.path={model}",
         f"data.train_files={folder}/train.jsonl",
         f"data.val_files={folder}/val.jsonl",
         "data.train_batch_size=4",
@@ -70,6 +96,5 @@ def _record_sft(task: dict[str, str], folder: Path) -> Path:
         "trainer.save_freq=-1",
         f"trainer.default_local_dir={folder}/checkpoints",
         "trainer.logger=[]",
+        *settings,
     ]
-    run_sft(load_config(None, settings, root=SFTConfig))
-    return folder / "checkpoints"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,29 @@ def write_run(folder: Path, steps: int = 4, experiment: str = "run", is_ended: b
         write_step(writer, step)
     if is_ended:
         writer.event("end", steps)
+    close(writer)
+    return folder
+
+
+def write_supervised_run(folder: Path, steps: int = 2, streams: Sequence[str] = ("rows", "pairs")) -> Path:
+    """Write rows and pairs; the second of each is beyond the budget. The prompts and chosen responses are hostile."""
+    writer = open_writer(folder, "supervised")
+    write_vocabulary(writer)
+    numbers = {"uid": UIDS[:2], "recorded": [True, False]}
+    for step in range(1, steps + 1):
+        turns = [
+            {"source": "model", "name": None, "tokens": 1, "text": "a needle", "reward": None},
+            {"source": "environment", "name": None, "tokens": 1, "text": HOSTILE, "reward": None},
+        ]
+        rows = {"step": [step] * 2, **numbers, "tokens": [3, 3], "trained_tokens": [1, 0], "loss": [1.0, None]}
+        rows |= {"prompt": [HOSTILE, None], "turns": [turns, None], "prompt_ids": [[1], None]}
+        rows |= {"token_ids": [[3, 4], None], "mask": [[1, 0], None], "trainer_log_probs": [[-1.0, np.nan], None]}
+        pairs = {"step": [step] * 2, **numbers, "chosen_score": [1.0, 0.0], "rejected_score": [0.5, 0.0]}
+        pairs |= {"margin": [0.5, None], "correct": [True, None], "loss": [0.4, 0.7], "preference": [1.0, 0.5]}
+        pairs |= {"prompt": ["which?", None], "chosen": [HOSTILE, None], "rejected": ["no", None]}
+        columns = {"rows": rows, "pairs": pairs}
+        for stream in streams:
+            _submit(writer, partial(writer.write_table, stream, step, columns[stream]))
     close(writer)
     return folder
 

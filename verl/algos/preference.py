@@ -54,13 +54,19 @@ def preference_loss(
     `chosen` and `rejected` does not change the loss. If `pairs` are only a part of the pairs of a step, `weight` is the
     total weight of all of them, and the losses of the parts add up to the mean.
     """
+    costs = pair_losses(scores, pairs, centering)
+    total = pairs.weight.sum().clamp(min=_MIN_WEIGHT) if weight is None else max(weight, _MIN_WEIGHT)
+    return (pairs.weight * costs).sum() / total
+
+
+def pair_losses(scores: torch.Tensor, pairs: Pairs, centering: float = 0.0) -> torch.Tensor:
+    """Return the loss of each pair [pairs], without its weight (see `preference_loss`)."""
     chosen, rejected = scores[pairs.chosen], scores[pairs.rejected]
     difference = chosen - rejected - pairs.margin * (pairs.preference - 0.5).sign()
     costs = -pairs.preference * logsigmoid(difference) - (1 - pairs.preference) * logsigmoid(-difference)
     if centering:
         costs = costs + centering * (chosen + rejected) ** 2
-    total = pairs.weight.sum().clamp(min=_MIN_WEIGHT) if weight is None else max(weight, _MIN_WEIGHT)
-    return (pairs.weight * costs).sum() / total
+    return costs
 
 
 def score_gradients(

@@ -12,7 +12,8 @@ from verl.config.schema import Block, key
 class RecordConfig(Block):
     enable: bool = key("Record the run in default_local_dir/record (docs/guides/monitoring.md), for verl view.")
     max_mb_per_step: float = key(
-        "Megabytes of trajectories recorded per step, before compression; of larger steps a sample of groups.", min=0
+        "Megabytes of trajectories, rows or pairs recorded per step, before compression; of larger steps a sample.",
+        min=0,
     )
     max_gb: float = key(
         "Gigabytes of the whole recording; beyond it, trajectories of evenly spaced steps are deleted.", above=0

@@ -48,7 +48,8 @@ def read(folder: str | Path) -> Recording:
 
 class Recording:
     """The streams of a run are attributes: `metrics`, `phases`, `engines`, `devices`, `events`, `groups`,
-    `trajectories`, `validation` and `tokens`. Every access to a stream reads what was recorded until then."""
+    `trajectories`, `rows`, `pairs`, `validation` and `tokens`. Every access to a stream reads what was recorded until
+    then."""
 
     metrics: MetricStream
     phases: LineStream
@@ -57,6 +58,8 @@ class Recording:
     events: LineStream
     groups: StepStream
     trajectories: StepStream
+    rows: StepStream
+    pairs: StepStream
     validation: StepStream
     tokens: FileStream
 

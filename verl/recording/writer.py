@@ -31,7 +31,7 @@ _MAX_JOBS = 2
 _MAX_LINES = 20_000
 _ROW_GROUP = 128
 # Streams of which steps may be deleted, in this order.
-_DELETABLE = ("trajectories", "validation")
+_DELETABLE = ("trajectories", "rows", "pairs", "validation")
 # Streams that are recorded even if the budget is used up.
 _ALWAYS_RECORDED = ("metrics", "events")
 # Folder of the steps that a later attempt trains again: <folder>/<attempt>/<stream>.

@@ -11,9 +11,9 @@ import gzip
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import urlencode
 
 from verl.utils.disk import atomic_write
@@ -23,7 +23,7 @@ from verl.viewer.server import STATIC, run_names
 MAX_BYTES = 20_000_000
 # Every file after those that it imports.
 _MODULES = (
-    "dom.js", "api.js", "chart.js", "health.js", "overview.js", "groups.js", "answer.js", "timeline.js",
+    "dom.js", "api.js", "chart.js", "health.js", "overview.js", "groups.js", "answer.js", "rows.js", "timeline.js",
     "validation.js", "app.js",
 )  # fmt: skip
 _IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
@@ -52,6 +52,10 @@ def write_export(runs: Sequence[ViewedRun], path: Path, max_bytes: int = MAX_BYT
     with atomic_write(path) as file:
         file.write(page)
     return len(page)
+
+
+_AddDetails: TypeAlias = Callable[["_Content", int, ViewedRun, int, int], bool]
+"""Adds the texts of a step until so many bytes are left; returns whether all fit."""
 
 
 class _Content:
@@ -90,18 +94,28 @@ def _add_run(content: _Content, number: int, run: ViewedRun, summary: dict[str, 
     added = _add_validation(content, number, run, uids, max(end, content.left - int(_VALIDATION_SHARE * budget)))
     if added < len(uids):
         notes.append(f"responses to {added} of {len(uids)} validation prompts")
-    steps = [step for step in _spread(summary["steps"]["groups"], _MAX_STEPS)
-             if content.add(_key("groups", run=number, step=step), run.groups(step))]  # fmt: skip
+    for name in _STEP_PAGES:
+        notes += _add_steps(content, number, run, name, summary["steps"][name], end)
+    return f"It contains {'; '.join(notes)}. Search is left out." if notes else "Only search is left out."
+
+
+def _add_steps(
+    content: _Content, number: int, run: ViewedRun, name: str, recorded: Sequence[int], end: int
+) -> list[str]:
+    """Add some steps with groups, rows or pairs (`name`: the query), until `end` bytes are left; return notes on what
+    is left out."""
+    query, add_details = QUERIES[name][0], _STEP_PAGES[name]
+    steps = [step for step in _spread(recorded, _MAX_STEPS)
+             if content.add(_key(name, run=number, step=step), query(run, step))]  # fmt: skip
     partial = []
     for index, step in enumerate(steps):
         share = (content.left - end) // (len(steps) - index)
-        if not _add_responses(content, number, run, step, content.left - share):
+        if not add_details(content, number, run, step, content.left - share):
             partial.append(step)
-    total = len(summary["steps"]["groups"])
-    if len(steps) < total or partial:
-        incomplete = f" (only some responses of {', '.join(map(str, sorted(partial)))})" if partial else ""
-        notes.append(f"groups of {len(steps)} of {total} steps: {', '.join(map(str, sorted(steps)))}{incomplete}")
-    return f"It contains {'; '.join(notes)}. Search is left out." if notes else "Only search is left out."
+    if len(steps) == len(recorded) and not partial:
+        return []
+    incomplete = f" (only some responses of {', '.join(map(str, sorted(partial)))})" if partial else ""
+    return [f"{name} of {len(steps)} of {len(recorded)} steps: {', '.join(map(str, sorted(steps)))}{incomplete}"]
 
 
 def _add_validation(content: _Content, number: int, run: ViewedRun, uids: Sequence[str], end: int) -> int:
@@ -128,6 +142,28 @@ def _add_responses(content: _Content, number: int, run: ViewedRun, step: int, en
             if not content.add(_key("answer", run=number, step=step, uid=uid, sample=sample), response):
                 return False
     return True
+
+
+def _add_details_of(name: str, detail: str) -> _AddDetails:
+    """Return a function like `_add_responses` for rows or pairs; `name`, `detail`: queries of a step and an entry."""
+
+    def add(content: _Content, number: int, run: ViewedRun, step: int, end: int) -> bool:
+        columns = QUERIES[name][0](run, step)["columns"]
+        uids = [uid for uid, recorded in zip(columns["uid"], columns["recorded"], strict=True) if recorded]
+        return all(
+            content.left > end
+            and content.add(_key(detail, run=number, step=step, uid=uid), QUERIES[detail][0](run, step, uid))
+            for uid in uids
+        )
+
+    return add
+
+
+_STEP_PAGES: dict[str, _AddDetails] = {
+    "groups": _add_responses,
+    "rows": _add_details_of("rows", "row"),
+    "pairs": _add_details_of("pairs", "pair"),
+}
 
 
 def _spread(steps: Sequence[int], count: int) -> Iterator[int]:

@@ -32,13 +32,20 @@ _ANSWER_FIELDS = (
     "sample_index", "part", "data_source", "prompt", "messages", "turns", "score", "rewards", "reward_info",
     "ground_truth", "finish_reason", "status", "agent", "extra",
 )  # fmt: skip
+_ROW_TOKEN_FIELDS = ("mask", "trainer_log_probs", "loss_weights")
+_ROW_FIELDS = ("uid", "prompt", "loss", "trained_tokens", "tokens", "recorded")
+_PAIR_FIELDS = (
+    "uid", "prompt", "chosen_score", "rejected_score", "margin", "correct", "loss", "preference", "required_margin",
+    "weight", "prompt_tokens", "chosen_tokens", "rejected_tokens", "recorded",
+)  # fmt: skip
 _VALIDATION_FIELDS = (
     "step", "sample_index", "prompt", "response", "turns", "score", "correct", "rewards", "reward_info", "ground_truth",
     "length", "finish_reason", "status",
 )  # fmt: skip
 _GROUP_FIELDS = tuple(field.name for field in schema.STREAMS["groups"].fields if field.name != "step")
 _FILES = tuple(stream.path for stream in schema.STREAMS.values() if stream.layout == "lines")
-_FOLDERS = tuple(stream.path for stream in schema.STREAMS.values() if stream.layout == "steps")
+_STEP_STREAMS = tuple(stream.name for stream in schema.STREAMS.values() if stream.layout == "steps")
+_FOLDERS = tuple(schema.STREAMS[name].path for name in _STEP_STREAMS)
 # A run without an `end` event counts as running until nothing has been recorded for this time.
 _SILENT_S = 900.0
 _MAX_PROMPT_CHARS = 160
@@ -78,7 +85,7 @@ class ViewedRun:
                 "last_step": steps[-1] if steps else None,
                 "start": events[0]["time"] if events else None,
                 "attempts": [attempt._asdict() for attempt in recorded.attempts],
-                "steps": {name: getattr(recorded, name).steps for name in ("groups", "trajectories", "validation")},
+                "steps": {name: getattr(recorded, name).steps for name in _STEP_STREAMS},
                 **self._status(events),
             }
 
@@ -144,6 +151,37 @@ class ViewedRun:
                 responses.setdefault(part["sample_index"], response)["parts"].append(part)
         return responses
 
+    def rows(self, step: int) -> dict[str, Any]:
+        """The rows of a step of fine-tuning, by column, with the beginnings of their prompts."""
+        with self._lock:
+            table = self._recording.rows.table(_ROW_FIELDS, step=step)
+            return {"step": step, "columns": _with_previews(table), "sample": self._recording.rows.metadata(step)}
+
+    def row(self, step: int, uid: str) -> dict[str, Any]:
+        """One row of fine-tuning: texts, tokens and per-token columns."""
+        fields = ("prompt", "turns", "loss", "trained_tokens", "recorded")
+        with self._lock:
+            columns = [*fields, *_ROW_TOKEN_FIELDS, "prompt_ids", "token_ids"]
+            table = self._recording.rows.table(columns, step=step, uid=uid)
+            if not len(table) or not table["recorded"][0].as_py():
+                raise RecordingError(f"step {step} has no recorded tokens of the row {uid}.")
+            part = table.select(fields).slice(0, 1).to_pylist()[0] | self._tokens(table, _ROW_TOKEN_FIELDS)
+        return {"step": step, "uid": uid, "parts": [part]}
+
+    def pairs(self, step: int) -> dict[str, Any]:
+        """The pairs of a step of a reward model, by column, with the beginnings of their prompts."""
+        with self._lock:
+            table = self._recording.pairs.table(_PAIR_FIELDS, step=step)
+            return {"step": step, "columns": _with_previews(table), "sample": self._recording.pairs.metadata(step)}
+
+    def pair(self, step: int, uid: str) -> dict[str, Any]:
+        """The texts of a pair: prompt, chosen and rejected response."""
+        with self._lock:
+            table = self._recording.pairs.table(["prompt", "chosen", "rejected"], step=step, uid=uid)
+        if not len(table):
+            raise RecordingError(f"step {step} has no recorded pair {uid}.")
+        return {"step": step, "uid": uid, **table.slice(0, 1).to_pylist()[0]}
+
     def timeline(self, first: int, last: int) -> dict[str, Any]:
         """Tracks with the phases of these steps, idle time, waits, and the events meanwhile."""
         with self._lock:
@@ -205,10 +243,13 @@ class ViewedRun:
     def search(self, text: str, step: int | None = None) -> Iterator[dict[str, Any]]:
         """Yield for every step, the newest first (or only `step`), the responses whose text contains `text`."""
         with self._lock:
-            steps = self._recording.trajectories.steps if step is None else [step]
+            is_supervised = not self._recording.trajectories.steps
+            stream = self._recording.rows if is_supervised else self._recording.trajectories
+            columns = ["uid", "turns"] if is_supervised else ["uid", "turns", "sample_index"]
+            steps = stream.steps if step is None else [step]
         for number in reversed(steps):
             with self._lock:
-                table = self._recording.trajectories.table(["uid", "sample_index", "turns"], step=number)
+                table = stream.table(columns, step=number)
             yield {"step": number, "hits": _hits(table, text), "responses": len(table)}
 
     # ---------------------------------------------------------------- parts
@@ -217,11 +258,16 @@ class ViewedRun:
         """One row of a response, with per-token columns."""
         part = row.select(list(_ANSWER_FIELDS)).to_pylist()[0]
         part["rewards"] = dict(part["rewards"] or ())
-        part["tokens"] = self._texts(row["token_ids"][0])
-        part["token_ids"] = row["token_ids"][0].as_py()
-        part["prompt_tokens"] = self._texts(row["prompt_ids"][0])
-        part["columns"] = {name: numbers(row[name][0].values) for name in _TOKEN_FIELDS if row[name][0].is_valid}
-        return part
+        return part | self._tokens(row, _TOKEN_FIELDS)
+
+    def _tokens(self, row: pa.Table, fields: Sequence[str]) -> dict[str, Any]:
+        """Tokens of the first row, and its columns with a value per token."""
+        return {
+            "tokens": self._texts(row["token_ids"][0]),
+            "token_ids": row["token_ids"][0].as_py(),
+            "prompt_tokens": self._texts(row["prompt_ids"][0]),
+            "columns": {name: numbers(row[name][0].values) for name in fields if row[name][0].is_valid},
+        }
 
     def _status(self, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """`status` (running, silent, finished or failed), its `message`, and the time of the last record."""
@@ -278,6 +324,13 @@ def _validation_response(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "rewards": dict(row["rewards"] or ())}
 
 
+def _with_previews(table: pa.Table) -> dict[str, list[Any]]:
+    """The columns as lists, with the beginning of every `prompt`."""
+    place = table.column_names.index("prompt")
+    previews = pc.utf8_slice_codeunits(table["prompt"], 0, _MAX_PROMPT_CHARS)
+    return column_lists(table.set_column(place, "prompt", previews))
+
+
 def _hits(table: pa.Table, text: str) -> list[dict[str, Any]]:
     turns = table["turns"].combine_chunks()
     texts = turns.flatten().field("text")
@@ -289,7 +342,8 @@ def _hits(table: pa.Table, text: str) -> list[dict[str, Any]]:
         place = content.lower().find(text.lower())
         start = max(0, place - _EXCERPT_CHARS)
         excerpt = content[start : place + len(text) + _EXCERPT_CHARS]
-        hits.append({"uid": table["uid"][row].as_py(), "sample": table["sample_index"][row].as_py(), "text": excerpt})
+        sample = table["sample_index"][row].as_py() if "sample_index" in table.column_names else 0
+        hits.append({"uid": table["uid"][row].as_py(), "sample": sample, "text": excerpt})
     return hits
 
 
@@ -315,6 +369,10 @@ QUERIES: dict[str, tuple[Callable[..., Any], dict[str, Callable[[str], Any]]]] =
     "groups": (ViewedRun.groups, {"step": int}),
     "group": (ViewedRun.group, {"step": int, "uid": str}),
     "answer": (ViewedRun.response, {"step": int, "uid": str, "sample": int}),
+    "rows": (ViewedRun.rows, {"step": int}),
+    "row": (ViewedRun.row, {"step": int, "uid": str}),
+    "pairs": (ViewedRun.pairs, {"step": int}),
+    "pair": (ViewedRun.pair, {"step": int, "uid": str}),
     "timeline": (ViewedRun.timeline, {"first": int, "last": int}),
     "series": (ViewedRun.series, {}),
     "validation": (ViewedRun.validation, {}),

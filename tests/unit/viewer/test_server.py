@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.recordings import HOSTILE, UIDS, close, open_writer, write_run, write_step
+from tests.support.recordings import HOSTILE, UIDS, close, open_writer, write_run, write_step, write_supervised_run
+from verl.recording import RecordingError
 from verl.utils.http_server.server import serve_in_thread
+from verl.viewer.export import write_export
 from verl.viewer.run import ViewedRun
 from verl.viewer.server import STATIC, create_viewer_app
 
@@ -35,7 +37,8 @@ def get(client: httpx.Client, query: str, **parameters: Any) -> Any:
 def test_runs_have_names_status_and_steps(client, folder):
     (run,) = get(client, "runs")
     assert (run["name"], run["status"], run["last_step"], run["folder"]) == ("first", "finished", 4, str(folder))
-    assert run["steps"] == {"groups": [1, 2, 3, 4], "trajectories": [1, 2, 3, 4], "validation": [2, 4]}
+    steps = {name: values for name, values in run["steps"].items() if values}
+    assert steps == {"groups": [1, 2, 3, 4], "trajectories": [1, 2, 3, 4], "validation": [2, 4]}
 
 
 def test_only_requested_metrics_are_sent(client):
@@ -122,6 +125,27 @@ def test_validation_shows_each_prompt_over_time(client):
     assert result["correct"] == [[1.0, 1.0], [0.0, 1.0], [1.0, 0.0]]
     rows = get(client, "validation_answers", run=0, uid=UIDS[0])
     assert [row["response"] for row in rows] == ["answer of step 2", "answer of step 4"]
+
+
+def test_rows_and_pairs_of_supervised_runs(tmp_path):
+    run = ViewedRun(write_supervised_run(tmp_path))
+    assert (run.summary()["steps"]["rows"], run.summary()["steps"]["pairs"]) == ([1, 2], [1, 2])
+    columns = run.rows(1)["columns"]
+    assert (columns["loss"], columns["recorded"]) == ([1.0, None], [True, False])
+    assert columns["prompt"] == [HOSTILE, None]
+    (part,) = run.row(1, UIDS[0])["parts"]
+    assert part["tokens"] == [" w3", " w4"]
+    assert part["columns"] == {"mask": [1, 0], "trainer_log_probs": [-1.0, None]}
+    with pytest.raises(RecordingError, match="no recorded tokens"):
+        run.row(1, UIDS[1])
+    assert [hit["hits"] for hit in run.search("needle")] == [[{"uid": UIDS[0], "sample": 0, "text": "a needle"}]] * 2
+    pairs = run.pairs(2)["columns"]
+    assert (pairs["margin"], pairs["correct"]) == ([0.5, None], [True, None])
+    assert run.pair(2, UIDS[0]) == {
+        "step": 2, "uid": UIDS[0], "prompt": "which?", "chosen": HOSTILE, "rejected": "no"
+    }  # fmt: skip
+    assert write_export([run], tmp_path / "run.html") > 0
+    assert "owned'</script>" not in (tmp_path / "run.html").read_text()
 
 
 def search(client: httpx.Client, **parameters: Any) -> list[dict[str, Any]]:

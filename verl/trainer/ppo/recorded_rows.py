@@ -45,7 +45,7 @@ _OWN_COLUMNS = {
     *("reward_model", "ground_truth", "index"),
 }
 # Estimated bytes of text per token.
-_TEXT_BYTES = 4
+TEXT_BYTES = 4
 _PREVIEW_CHARS = 200
 _FINISHED = "finished"
 
@@ -121,8 +121,8 @@ class RecordedStep:
     def _group_bytes(self) -> list[int]:
         """Estimate the size of each group before compression."""
         present = set(self._batch.batch.keys())
-        per_token = 4 * sum(column in present for column in _TOKEN_COLUMNS.values()) + 4 + _TEXT_BYTES
-        sizes = self._lengths * per_token + self._prompt_lengths * (4 + _TEXT_BYTES)
+        per_token = 4 * sum(column in present for column in _TOKEN_COLUMNS.values()) + 4 + TEXT_BYTES
+        sizes = self._lengths * per_token + self._prompt_lengths * (4 + TEXT_BYTES)
         if self._options.texts:
             for column in self._objects.values():
                 sizes = sizes + [_text_size(value) for value in column]
@@ -218,7 +218,7 @@ class RecordedStep:
         for name, column in _TOKEN_COLUMNS.items():
             if column in tensors.keys():
                 values = tensors[column].cpu().numpy()
-                columns[name] = _ragged(values, self._lengths[rows], _ARROW_TYPES.get(name, pa.float32()))
+                columns[name] = ragged(values, self._lengths[rows], _ARROW_TYPES.get(name, pa.float32()))
         columns["turns"] = self._turns(rows)
         if options.texts:
             prompts, responses = (tensors[name].cpu().numpy().copy() for name in ("prompts", "responses"))
@@ -261,8 +261,8 @@ class RecordedStep:
         ]
         columns: dict[str, Any] = {
             "prompt": clean,
-            "prompt_ids": _ragged(prompts, self._prompt_lengths[rows], pa.int32(), align_right=True),
-            "token_ids": _ragged(responses, self._lengths[rows], pa.int32()),
+            "prompt_ids": ragged(prompts, self._prompt_lengths[rows], pa.int32(), align_right=True),
+            "token_ids": ragged(responses, self._lengths[rows], pa.int32()),
             "ground_truth": [_text_or_json(truths[number], redact) for number in numbers],
             "reward_info": [self._json(self._rewards(row, lambda value: not _is_number(value))) for row in ends],
             "messages": [self._json(self._messages(row)) for row in rows],
@@ -373,7 +373,7 @@ def _dumped_turns(turns: Sequence[Mapping[str, Any]] | None, redact: Redaction) 
 # ---------------------------------------------------------------- values
 
 
-def _ragged(values: np.ndarray, lengths: np.ndarray, kind: pa.DataType, align_right: bool = False) -> pa.Array:
+def ragged(values: np.ndarray, lengths: np.ndarray, kind: pa.DataType, align_right: bool = False) -> pa.Array:
     """Return a list array of the first (`align_right`: the last) `lengths` values of each row [rows, width]."""
     position = np.arange(values.shape[1])
     limits = np.asarray(lengths).reshape(-1, 1)

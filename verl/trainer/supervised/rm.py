@@ -93,6 +93,8 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         scores = torch.zeros(len(rows)).index_copy(0, rows.batch[INDEX_COLUMN], output.batch["scores"])[: len(batch)]
         loss = float(preference_loss(scores.double(), pairs, self.config.centering_coef))
         metrics = {"loss": loss, **preference_metrics(scores, pairs)}
+        if self.row_record is not None:
+            self.row_record.pairs(batch, pairs, scores, self.config.centering_coef, self.global_steps)
         return {f"train/{name}": value for name, value in metrics.items()} | reduce_metrics(output.meta_info["metrics"])
 
     def _score_gradients(self, batch: DataProto, pairs: Pairs, is_split: torch.Tensor) -> torch.Tensor:

@@ -73,6 +73,10 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
     def batch_metrics(self, batch: DataProto) -> dict[str, float]:
         return {"train/learned_tokens": float(batch.batch["response_mask"].sum())}
 
+    def record_rows(self, batch: DataProto, output: DataProto) -> None:
+        if self.row_record is not None:
+            self.row_record.rows(batch, output.batch["log_probs"], self.global_steps)
+
 
 def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) -> Any:
     """Return the dataset of `data.train_files` or `data.val_files`: an instance of `data.custom_cls`, if it is set,

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -34,6 +33,7 @@ from verl.trainer.recovery.ray_monitor import RayLostError
 from verl.trainer.recovery.signals import StopSignal
 from verl.trainer.recovery.step_end import FOLDER, VALIDATION, NonFatalFailures, Preemption, StepEnd, is_due
 from verl.trainer.supervised.launch import Ranks
+from verl.trainer.supervised.row_record import RowRecord
 from verl.utils import hf_tokenizer
 from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.utils.console import LINE
@@ -42,6 +42,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics
 from verl.utils.tracking import Tracking
+from verl.workers.roles.supervised import RECORDS_ROWS
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,8 @@ class SupervisedTrainer(Generic[Config]):
     the ranks.
 
     A subclass defines `program`, `worker_class` (`CheckpointedWorker` with `init_model`, `train_batch`, `evaluate`),
-    `create_dataset`, `collate_fn` and `batch_metrics`. It may override `balance_ranks` and `validation_metrics`.
+    `create_dataset`, `collate_fn` and `batch_metrics`. It may override `record_rows`, `balance_ranks` and
+    `validation_metrics`.
     """
 
     worker_class: ClassVar[type]
@@ -89,6 +91,8 @@ class SupervisedTrainer(Generic[Config]):
         self.status = RunStatus(self.total_training_steps)
         self.status.starting = True
         self.recorder = Recorder(trainer, self.program, self.status)
+        self.row_record: RowRecord | None = None
+        """Records rows of training batches, if the run is recorded."""
         self.saver.on_end = self.recorder.saved
         self.hang_detector = HangDetector(self.status, trainer.hang_timeout, raise_in_main_thread())
 
@@ -134,6 +138,9 @@ class SupervisedTrainer(Generic[Config]):
     def batch_metrics(self, batch: DataProto) -> dict[str, float]:
         """Return metrics of a training batch that do not depend on the model."""
         raise NotImplementedError
+
+    def record_rows(self, batch: DataProto, output: DataProto) -> None:
+        """Record the rows of a trained batch, if the program has such rows. `output`: the result of `train_batch`."""
 
     def balance_ranks(self, batch: DataProto) -> DataProto:
         """Reorder the rows so that every data-parallel rank gets equally many rows and about equally many tokens."""
@@ -188,14 +195,20 @@ class SupervisedTrainer(Generic[Config]):
     @contextmanager
     def _recording(self) -> Iterator[None]:
         """Record the run in the block."""
-        start, recorder = self.run_start, self.recorder
-        groups = {self.program: self.worker_group}
-        act = partial(recorder.open, start.first_step, self.config.to_dict(), lambda: groups, start.resume_from)
-        self.failures.dump(KEY, str(recorder.folder), start.step, act)
+        self.failures.dump(KEY, str(self.recorder.folder), self.run_start.step, self._open_record)
         try:
             yield
         finally:
-            recorder.close(self.global_steps, sys.exc_info()[1])
+            self.recorder.close(self.global_steps, sys.exc_info()[1])
+
+    def _open_record(self) -> None:
+        start, groups = self.run_start, {self.program: self.worker_group}
+        if self.recorder.settings.enable:
+            # A tokenizer cannot be used by two threads at the same time.
+            tokenizer = copy.deepcopy(self.tokenizer)
+            config = self.config.to_dict()
+            self.recorder.open(start.first_step, config, lambda: groups, start.resume_from, tokenizer)
+            self.row_record = RowRecord(self.recorder, tokenizer)
 
     def _log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Send the metrics of a step to the trackers, record them and add them to the summary."""
@@ -255,7 +268,10 @@ class SupervisedTrainer(Generic[Config]):
         """Take one optimizer step and return its metrics."""
         if self.config.dp_size > 1:
             batch = self.balance_ranks(batch)
-        return reduce_metrics(self.worker_group.train_batch(batch).meta_info["metrics"])
+        batch.meta_info[RECORDS_ROWS] = self.row_record is not None
+        output = self.worker_group.train_batch(batch)
+        self.record_rows(batch, output)
+        return reduce_metrics(output.meta_info["metrics"])
 
     def _validate(self) -> dict[str, float]:
         results = []

@@ -14,6 +14,7 @@ const COLUMNS = {
   teacher_log_probs: "log-prob (teacher)",
   values: "value",
   weights: "importance weight",
+  loss_weights: "weight in the loss",
   token_scores: "score on token",
 };
 const DIVERGING = new Set(["difference", "advantages", "values", "token_scores"]);
@@ -75,7 +76,7 @@ async function renderFirst(view) {
   const run = Number(view.params.run ?? 0);
   const steps = view.runs[run].steps.trajectories;
   if (!steps.length) {
-    view.container.append(h("p", { class: "note" }, `${view.runs[run].name} has no recorded responses.`));
+    view.container.append(h("p", { class: "note" }, `${visible(view.runs[run].name)} has no recorded responses.${view.runs[run].steps.pairs.length ? " Its pairs are on the page Groups." : ""}`));
     return null;
   }
   const step = steps.at(-1);
@@ -96,7 +97,8 @@ function details(part) {
     ...entry("source", visible(part.data_source)), ...entry("agent", part.agent && visible(part.agent)), ...entry("extra", part.extra && visible(part.extra)));
 }
 
-function conversation(view, part) {
+/** The turns of a response with colours per token, the strip of all tokens, and the prompt. `sources`: names of the sources of turns. */
+export function conversation(view, part, sources = { model: "model", environment: "environment" }) {
   const columns = { ...part.columns };
   if (columns.rollout_log_probs && columns.trainer_log_probs) {
     columns.difference = columns.trainer_log_probs.map((value, index) => (value === null || columns.rollout_log_probs[index] === null ? null : value - columns.rollout_log_probs[index]));
@@ -121,7 +123,7 @@ function conversation(view, part) {
       }
     }
     position = end;
-    const label = `${isModel ? "model" : visible(turn.name ?? "environment")} · ${plural(turn.tokens, "token")}${turn.reward === null ? "" : ` · reward ${short(turn.reward)}`}`;
+    const label = `${isModel ? sources.model : visible(turn.name ?? sources.environment)} · ${plural(turn.tokens, "token")}${turn.reward === null ? "" : ` · reward ${short(turn.reward)}`}`;
     turns.push(isModel ? h("section", { class: "turn" }, h("h3", {}, label), body) : h("details", { class: "turn", open: true }, h("summary", {}, label), body));
   }
   const strip = new Strip(columns, (index) => describe(part, columns, index), (index) => spans[index]?.scrollIntoView({ block: "center" }));

@@ -6,14 +6,15 @@ import { h, hideTooltip, visible } from "./dom.js";
 import { renderGroups } from "./groups.js";
 import { renderHealth } from "./health.js";
 import { renderOverview } from "./overview.js";
+import { renderPairs, renderRow, renderRows } from "./rows.js";
 import { renderTimeline } from "./timeline.js";
 import { renderValidation } from "./validation.js";
 
 const PAGES = {
   overview: ["Overview", renderOverview],
   timeline: ["Timeline", renderTimeline],
-  groups: ["Groups", renderGroups],
-  answer: ["Answer", renderAnswer],
+  groups: ["Groups", (view) => (has(view, "rows") ? renderRows : has(view, "pairs") ? renderPairs : renderGroups)(view)],
+  answer: ["Answer", (view) => (has(view, "rows") ? renderRow : renderAnswer)(view)],
   validation: ["Validation", renderValidation],
   health: ["Health", renderHealth],
 };
@@ -26,6 +27,11 @@ let update = null;
 let rendered = 0;
 let timer = null;
 let isConnected = true;
+
+/** Whether the chosen run has recorded steps of this kind. */
+function has(view, kind) {
+  return view.runs[Number(view.params.run ?? 0)]?.steps[kind].length > 0;
+}
 
 function address(page, params) {
   const known = Object.entries(params).filter(([, value]) => value !== null && value !== undefined && value !== "");

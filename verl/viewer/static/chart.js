@@ -316,7 +316,7 @@ export class Scatter extends Canvas {
   /** `points`: [{x, y, color, lines, isSelected}]. */
   update(points, xLabel, yLabel) {
     Object.assign(this, { points: points.filter((point) => point.x !== null && point.y !== null), xLabel, yLabel });
-    this.canvas.setAttribute("aria-label", `Scatter plot of ${this.points.length} groups: ${xLabel}, ${yLabel}. The table below has the same values.`);
+    this.canvas.setAttribute("aria-label", `Scatter plot of ${this.points.length} points: ${xLabel}, ${yLabel}. The table below has the same values.`);
     this.draw();
   }
 

@@ -43,7 +43,7 @@ export async function renderGroups(view) {
   const run = Number(params.run ?? 0);
   const steps = runs[run].steps.groups;
   if (!steps.length) {
-    view.container.append(h("p", { class: "note" }, `${runs[run].name} has no groups: ${runs[run].program === "ppo" ? "no step is complete yet." : "only runs of verl train have them."}`));
+    view.container.append(h("p", { class: "note" }, `${runs[run].name} has no groups${runs[run].program === "ppo" ? ": no step is complete yet." : ", rows or pairs."}`));
     return null;
   }
   const step = nearestStep(steps, params.step === undefined ? undefined : Number(params.step));
@@ -147,7 +147,8 @@ async function showGroup(view, detail, run, step, group) {
   return null;
 }
 
-function searchBar(view, run, step, hits) {
+/** Form to search in the texts of a step or of the whole run; results are added to `hits`. */
+export function searchBar(view, run, step, hits) {
   if (isExport) return h("p", { class: "note" }, "Search is available in verl view, not in an exported file.");
   let stop = () => {};
   const stopButton = h("button", { type: "button", hidden: true, onclick: () => end() }, "stop");

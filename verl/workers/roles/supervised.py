@@ -62,6 +62,11 @@ class SupervisedWorker(CheckpointedWorker):
         return self.config.checkpoint
 
 
+INDEX_COLUMN = "row"
+"""Column [rows]: index of the row in the batch; of a response among all responses of the step."""
+RECORDS_ROWS = "records_rows"
+"""Key of `meta_info`: whether the results that the recording needs are returned."""
+
 SumAndCount = tuple[torch.Tensor, torch.Tensor]
 # Model settings that are passed to the rollout engine.
 _MODEL_KEYS = ("path", "trust_remote_code", "override_config")
@@ -83,6 +88,25 @@ def negative_log_likelihood(log_probs: torch.Tensor, data: DataProto) -> SumAndC
     return -(log_probs * weights).sum(), weights.sum()
 
 
+class LogProbRecorder:
+    """A `LossFn`: `token_mean_loss`, which also keeps the log-probs of every row for the recording of the run."""
+
+    def __init__(self) -> None:
+        self._rows: list[torch.Tensor] = []
+        self._log_probs: list[torch.Tensor] = []
+
+    def __call__(
+        self, output: dict[str, torch.Tensor], data: DataProto, counts: Counts
+    ) -> tuple[torch.Tensor, dict[str, SumAndCount]]:
+        self._rows.append(data.batch[INDEX_COLUMN])
+        self._log_probs.append(output["log_probs"].detach())
+        return token_mean_loss(output, data, counts)
+
+    def log_probs(self) -> torch.Tensor:
+        """Return the log-probs [rows, response] in the order of `INDEX_COLUMN`, on the CPU."""
+        return torch.cat(self._log_probs)[torch.cat(self._rows).argsort()].cpu()
+
+
 class SFTWorker(SupervisedWorker):
     """One rank of supervised fine-tuning. Batches have a rollout's columns; `response_mask` marks trained tokens."""
 
@@ -98,11 +122,20 @@ class SFTWorker(SupervisedWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     @phase_memory("sft")
     def train_batch(self, data: DataProto) -> DataProto:
-        """Take one optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`."""
+        """Take one optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`.
+
+        With `meta_info[RECORDS_ROWS]` also return `log_probs` [rows, response] of the loss.
+        """
         expect(len(data))
-        losses = self.engine.forward_backward(data, token_mean_loss, ["log_probs"], micro=micro_batching(self.config))
+        recorder = LogProbRecorder() if data.meta_info.get(RECORDS_ROWS) and self.engine.collects else None
+        if recorder is not None:
+            data = data.select()
+            data.batch[INDEX_COLUMN] = torch.arange(len(data))
+        loss, micro = recorder or token_mean_loss, micro_batching(self.config)
+        losses = self.engine.forward_backward(data, loss, ["log_probs"], micro=micro)
+        columns = {} if recorder is None else {"log_probs": recorder.log_probs()}
         metrics = {f"train/{name}": value for name, value in losses.items()} | self._step_metrics()
-        return DataProto(meta_info={"metrics": metrics})
+        return DataProto.from_dict(columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     def evaluate(self, data: DataProto) -> DataProto:
@@ -152,8 +185,6 @@ class SFTWorker(SupervisedWorker):
 
 
 TOKENS = ("input_ids", "attention_mask")
-INDEX_COLUMN = "row"
-"""Column [rows]: index of the response among all responses of the step."""
 PAIRS_COLUMN = "compared"
 """Column [rows, max pairs, 4]: `INDEX_COLUMN` of the rejected response (-1: no pair), preference, margin, weight."""
 GRADIENT_COLUMN = "slopes"

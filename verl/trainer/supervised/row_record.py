@@ -1,0 +1,217 @@
+"""RowRecord: records the rows of fine-tuning and the pairs of reward models."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from verl.algos.preference import Pairs, pair_losses
+from verl.protocol import DataProto
+from verl.recording.redaction import Redaction
+from verl.recording.retention import groups_within
+from verl.recording.writer import RecordWriter
+from verl.trainer.common.dumps import decode
+from verl.trainer.common.recorder import Recorder
+from verl.trainer.ppo.recorded_rows import TEXT_BYTES, RowOptions
+
+_ID_BYTES, _VALUE_BYTES = 4, 4
+
+
+class RowRecord:
+    """Records batches of training, in the thread of the recorder's writer. The caller must not change the tensors."""
+
+    def __init__(self, recorder: Recorder, tokenizer: Any) -> None:
+        """`tokenizer`: used by the writer's thread only."""
+        settings = recorder.settings
+        self._recorder = recorder
+        self._options = RowOptions(tokenizer, recorder.redaction, settings.texts, int(settings.max_mb_per_step * 1e6))
+
+    def rows(self, batch: DataProto, log_probs: torch.Tensor, step: int) -> None:
+        """Record the rows of a batch of `prompt_response_batch`. `log_probs` [rows, response]: before the update."""
+        with self._recorder.timed():
+            self._recorder.submit(partial(write_rows, copy.copy(batch), log_probs, step, self._options), step)
+
+    def pairs(self, batch: DataProto, pairs: Pairs, scores: torch.Tensor, centering: float, step: int) -> None:
+        """Record the pairs of a batch of `collate_comparisons`. `scores` [responses]: before the update."""
+        with self._recorder.timed():
+            job = partial(write_pairs, copy.copy(batch), pairs, scores, centering, step, self._options)
+            self._recorder.submit(job, step)
+
+
+# -------------------------------------------------------------------- fine-tuning
+
+
+def write_rows(batch: DataProto, log_probs: torch.Tensor, step: int, options: RowOptions, writer: RecordWriter) -> None:
+    """Write the stream `rows`: numbers of all rows, tokens and texts of a sample that is within the budget."""
+    tensors = {name: column.cpu().numpy() for name, column in batch.tensors()}
+    prompt_width = tensors["prompts"].shape[1]
+    prompt_lengths = tensors["attention_mask"][:, :prompt_width].sum(1)
+    lengths = tensors["attention_mask"][:, prompt_width:].sum(1)
+    mask = tensors["response_mask"].astype(np.uint8)
+    weights = tensors["loss_weights"] * mask if "loss_weights" in tensors else mask.astype(np.float64)
+    prompts = [row[prompt_width - length :] for row, length in zip(tensors["prompts"], prompt_lengths, strict=True)]
+    responses = [row[:length] for row, length in zip(tensors["responses"], lengths, strict=True)]
+    values = log_probs.cpu().numpy()
+    totals, counts = -(values.astype(np.float64) * weights).sum(1), weights.sum(1)
+
+    per_token = _ID_BYTES + TEXT_BYTES + _VALUE_BYTES * (2 if "loss_weights" in tensors else 1) + 1
+    sizes = prompt_lengths * (_ID_BYTES + TEXT_BYTES) + lengths * per_token
+    chosen, sample = _sample("rows", sizes, step, options, writer)
+    fields: dict[str, list[Any]] = {
+        "mask": [mask[row, : lengths[row]] for row in chosen],
+        "trainer_log_probs": [values[row, : lengths[row]] for row in chosen],
+        "turns": [_segments(mask[row, : lengths[row]]) for row in chosen],
+    }
+    if "loss_weights" in tensors:
+        fields["loss_weights"] = [tensors["loss_weights"][row, : lengths[row]] for row in chosen]
+    if options.texts:
+        fields |= _clean_texts([prompts[row] for row in chosen], "prompt", "prompt_ids", options)
+        fields["token_ids"] = _add_turn_texts(fields["turns"], [responses[row] for row in chosen], options)
+    columns = {
+        "step": [step] * len(lengths),
+        "uid": [_digest(*ids) for ids in zip(prompts, responses, strict=True)],
+        "tokens": (prompt_lengths + lengths).tolist(),
+        "trained_tokens": mask.sum(1, dtype=np.int64).tolist(),
+        "loss": [total / count if count else None for total, count in zip(totals, counts, strict=True)],
+        **_of_all_rows(fields, chosen, len(lengths)),
+    }
+    writer.write_table("rows", step, columns, sample)
+
+
+def _segments(mask: np.ndarray) -> list[dict[str, Any]]:
+    """Return the turns of a row: its consecutive tokens that are trained on, or not."""
+    starts = np.concatenate([[0], np.flatnonzero(np.diff(mask)) + 1, [len(mask)]]) if len(mask) else np.array([0])
+    return [
+        {"source": "model" if mask[start] else "environment", "tokens": int(end - start)}
+        for start, end in itertools.pairwise(starts)
+    ]
+
+
+def _add_turn_texts(
+    turns: Sequence[list[dict[str, Any]]], responses: Sequence[np.ndarray], options: RowOptions
+) -> list[np.ndarray]:
+    """Add the texts of the turns; return the token ids of the rows, which are -1 if a text was redacted."""
+    pieces = []
+    for row, ids in zip(turns, responses, strict=True):
+        pieces += [part.tolist() for part in np.split(ids, np.cumsum([turn["tokens"] for turn in row])[:-1]) if row]
+    texts, kept = iter(decode(options.tokenizer, pieces)), []
+    for row, ids in zip(turns, responses, strict=True):
+        is_redacted = False
+        for turn in row:
+            text = next(texts)
+            turn["text"] = options.redaction.text(text)
+            is_redacted |= turn["text"] != text
+        kept.append(_ids(ids, is_redacted))
+    return kept
+
+
+# -------------------------------------------------------------------- reward models
+
+
+class _PairTokens(NamedTuple):
+    """Token ids of a pair."""
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+
+
+def write_pairs(
+    batch: DataProto,
+    pairs: Pairs,
+    scores: torch.Tensor,
+    centering: float,
+    step: int,
+    options: RowOptions,
+    writer: RecordWriter,
+) -> None:
+    """Write the stream `pairs`: numbers of all pairs, tokens and texts of a sample that is within the budget."""
+    tokens = _pair_tokens(batch, pairs)
+    lengths = {name: np.array([len(getattr(pair, name)) for pair in tokens]) for name in _PairTokens._fields}
+    chosen, sample = _sample("pairs", sum(lengths.values()) * (_ID_BYTES + TEXT_BYTES), step, options, writer)
+    fields: dict[str, list[Any]] = {}
+    for name in _PairTokens._fields if options.texts else ():
+        fields |= _clean_texts([getattr(tokens[pair], name) for pair in chosen], name, f"{name}_ids", options)
+    known = scores.double()
+    first, second = known[pairs.chosen], known[pairs.rejected]
+    side = (pairs.preference.double() - 0.5).sign()
+    margins = ((first - second) * side).tolist()
+    ties = (side == 0).tolist()
+    columns = {
+        "step": [step] * len(tokens),
+        "uid": [_digest(*pair) for pair in tokens],
+        "chosen_score": first.tolist(),
+        "rejected_score": second.tolist(),
+        "margin": [None if tie else margin for margin, tie in zip(margins, ties, strict=True)],
+        "correct": [None if tie or not margin else margin > 0 for margin, tie in zip(margins, ties, strict=True)],
+        "loss": pair_losses(known, pairs, centering).tolist(),
+        "preference": pairs.preference.tolist(),
+        "required_margin": pairs.margin.tolist(),
+        "weight": pairs.weight.tolist(),
+        **{f"{name}_tokens": counts.tolist() for name, counts in lengths.items()},
+        **_of_all_rows(fields, chosen, len(tokens)),
+    }
+    writer.write_table("pairs", step, columns, sample)
+
+
+def _pair_tokens(batch: DataProto, pairs: Pairs) -> list[_PairTokens]:
+    ids, lengths = batch.batch["input_ids"].cpu().numpy(), batch.batch["attention_mask"].sum(1).tolist()
+    prompts = [length - count for length, count in zip(lengths, batch.batch["answer_tokens"].tolist(), strict=True)]
+    return [
+        _PairTokens(ids[c, : prompts[c]], ids[c, prompts[c] : lengths[c]], ids[r, prompts[r] : lengths[r]])
+        for c, r in zip(pairs.chosen.tolist(), pairs.rejected.tolist(), strict=True)
+    ]
+
+
+# -------------------------------------------------------------------- shared
+
+
+def _sample(
+    stream: str, sizes: np.ndarray, step: int, options: RowOptions, writer: RecordWriter
+) -> tuple[list[int], dict[str, int]]:
+    """Return the rows that are recorded with tokens and texts, and the description of the sample; record an event if
+    they are not all."""
+    chosen = groups_within(sizes.tolist(), options.max_bytes, seed=step)
+    sample = {stream: len(sizes), "recorded": len(chosen), "seed": step}
+    if len(chosen) < len(sizes):
+        writer.event("sampled", step, data=sample)
+    return chosen, sample
+
+
+def _of_all_rows(fields: Mapping[str, Sequence[Any]], chosen: Sequence[int], count: int) -> dict[str, list[Any]]:
+    """Return the fields of the chosen rows as columns of `count` rows, null in the others, and `recorded`."""
+    place = {row: number for number, row in enumerate(chosen)}
+    columns = {
+        name: [values[place[row]] if row in place else None for row in range(count)] for name, values in fields.items()
+    }
+    return {"recorded": [row in place for row in range(count)], **columns}
+
+
+def _clean_texts(
+    tokens: Sequence[np.ndarray], text_field: str, ids_field: str, options: RowOptions
+) -> dict[str, list[Any]]:
+    """Return redacted texts, and the token ids, which are -1 if the text was redacted."""
+    texts = decode(options.tokenizer, [ids.tolist() for ids in tokens])
+    redaction: Redaction = options.redaction
+    clean = [redaction.text(text) for text in texts]
+    ids = [_ids(row, old != new) for row, old, new in zip(tokens, texts, clean, strict=True)]
+    return {text_field: clean, ids_field: ids}
+
+
+def _ids(ids: np.ndarray, is_redacted: bool) -> np.ndarray:
+    return np.full(len(ids), -1, np.int32) if is_redacted else ids.astype(np.int32)
+
+
+def _digest(*tokens: np.ndarray) -> str:
+    """Return 32 hexadecimal digits that depend only on these token ids."""
+    digest = hashlib.sha256()
+    for ids in tokens:
+        digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i8").tobytes())
+    return digest.hexdigest()[:32]
