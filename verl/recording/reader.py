@@ -300,13 +300,14 @@ class StepStream(Stream):
     def _read(self, step: int, columns: Sequence[str] | None, uid: str | None) -> pa.Table:
         names = list(self._empty.column_names if columns is None else columns)
         with self._open(step) as file:
-            stored = {name: _stored_name(name, file.schema_arrow.names) for name in names}
+            present = file.schema_arrow.names  # the property converts the schema at every access
+            stored = {name: _stored_name(name, present) for name in names}
             wanted = [name for name in stored.values() if name is not None]
             # For a few values, a thread per column costs more than the read.
             threads = file.metadata.num_rows * len(wanted) > _MAX_VALUES_WITHOUT_THREADS
             table = file.read(wanted, use_threads=threads) if uid is None else self._read_prompt(file, wanted, uid)
-        present = {former: name for name, former in stored.items() if former is not None}
-        table = table.rename_columns([present[name] for name in table.column_names]).replace_schema_metadata(None)
+        name_of = {former: name for name, former in stored.items() if former is not None}
+        table = table.rename_columns([name_of[name] for name in table.column_names]).replace_schema_metadata(None)
         for name in names:
             if stored[name] is None:
                 table = table.append_column(name, pa.nulls(len(table), self._empty.schema.field(name).type))
@@ -321,7 +322,7 @@ class StepStream(Stream):
             return file.schema_arrow.empty_table().select(columns)
         size = file.metadata.row_group(0).num_rows
         first, last = rows[0] // size, rows[-1] // size
-        table = file.read_row_groups(list(range(first, last + 1)), columns)
+        table = file.read_row_groups(list(range(first, last + 1)), columns, use_threads=False)
         return table.take([number - first * size for number in rows])
 
 

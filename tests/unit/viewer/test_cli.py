@@ -80,6 +80,22 @@ def test_a_public_address_gets_a_token(tmp_path):
     assert "/?token=" in line
 
 
+@pytest.mark.processes
+def test_the_viewer_works_without_pandas_and_does_not_break_it(tmp_path):
+    """Its import would take a fifth of the start."""
+    pytest.importorskip("pandas")
+    write_run(tmp_path / "run", 2)
+    script = """
+import sys
+from verl.recording import read
+from verl.viewer.__main__ import main
+assert main([sys.argv[1], "--export", sys.argv[2]]) == 0
+assert "pandas" not in sys.modules
+assert len(read(sys.argv[1]).metrics.to_pandas()) == 2
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path / "run"), str(tmp_path / "run.html")], check=True)
+
+
 def test_a_folder_of_runs_is_replaced_by_the_runs(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name / "record").mkdir(parents=True)
