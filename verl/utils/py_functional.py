@@ -125,15 +125,26 @@ def _timeout_error(name: str, seconds: float) -> TimeoutError:
 MASK = "[secret]"
 # Names of secrets. `token` alone is not one of them: most keys with this word count tokens.
 _SECRET = re.compile(
-    r"(^|_)(api_?key|secret|password|passwd|credentials?|(auth|access|api|bearer)_token|alert_url)$", re.I
+    r"(^|_)(api_?key|(access|private|secret|account|signing)_key|secret|password|passwd|credentials?|alert_url"
+    r"|(auth|access|api|bearer|session|refresh|hf|hub|github|gitlab)_token)$",
+    re.I,
+)
+# Parts of URLs that authenticate: user and password, and parameters.
+_SECRET_OF_URL = re.compile(
+    r"(?P<before>://)[^/\s@]+:[^/\s@]+(?=@)"
+    r"|(?P<parameter>[?&](?:key|api_?key|token|access_token|auth|sig|signature|secret|password)=)[^&#\s]+",
+    re.I,
 )
 
 
 def mask_secrets(value: Any) -> Any:
-    """Return nested dicts and lists in which the values of keys like `api_key` are replaced by `[secret]`."""
+    """Return nested dicts and lists in which the values of keys like `api_key`, and passwords and keys in URLs, are
+    replaced by `[secret]`."""
     if isinstance(value, Mapping):
         return {
             key: MASK if item and isinstance(key, str) and _SECRET.search(key) else mask_secrets(item)
             for key, item in value.items()
         }
+    if isinstance(value, str):
+        return _SECRET_OF_URL.sub(lambda found: f"{found['before'] or found['parameter']}{MASK}", value)
     return [mask_secrets(item) for item in value] if isinstance(value, list | tuple) else value

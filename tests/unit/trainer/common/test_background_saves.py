@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from verl.trainer.recovery.step_end import UnsavedRunError
 from verl.trainer.supervised.sft import SFTTrainer
 from verl.utils.checkpoint import remote
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, resolve_resume
+from verl.utils.py_functional import MASK
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -29,6 +31,7 @@ REPOSITORY = Path(__file__).parents[4]
 KILLED_AT_EVERY_OPERATION = """
 import json, os, shutil, signal, sys
 from pathlib import Path
+from types import SimpleNamespace
 from types import SimpleNamespace
 from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -337,3 +340,17 @@ class BeginsItsOwnWay(SavesItsOwnWay):
 @pytest.mark.parametrize(("cls", "behind"), [(Both, True), (SavesItsOwnWay, False), (BeginsItsOwnWay, True)])
 def test_a_worker_with_a_save_of_its_own_is_saved_by_that(cls, behind):
     assert hasattr(background_part(cls(), cls), "begin_save") is behind
+
+
+def test_the_configuration_in_a_checkpoint_has_no_secrets(tmp_path):
+    config = {"reward": {"api_key": "sk-1", "url": "https://user:pw@host/v1?token=t"}, "hub": {"HF_TOKEN": "hf-1"}}
+    trainer = SimpleNamespace(default_local_dir=str(tmp_path), default_hdfs_dir=None)
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    saver = Saver(SimpleNamespace(trainer=trainer, to_dict=lambda: config), None, tokenizer)
+    saver.begin({"global_steps": 1}, {})
+    (save,) = saver.collect(wait=True)
+    assert save.error is None
+    assert json.loads((save.path / "config.json").read_text()) == {
+        "reward": {"api_key": MASK, "url": f"https://{MASK}@host/v1?token={MASK}"},
+        "hub": {"HF_TOKEN": MASK},
+    }
