@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny import save_tiny_model
 from tests.support.training_harness import make_task, make_trainer, overrides, run_training
+from verl import recording
 from verl.config import ConfigError, load_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.teachers import check_teachers, join_columns, rows_of_teachers
@@ -108,6 +109,10 @@ def test_alone_there_is_neither_reward_function_nor_critic_and_the_student_comes
     assert not trainer.use_critic
     assert not any("policy_loss" in name for name in trainer.history[0])
     assert {step["critic/score/mean"] for step in trainer.history} == {0.0}
+    run = recording.read(tmp_path / "checkpoints")
+    rows = run.trajectories.table(["teacher_log_probs", "mask"], step=1).to_pylist()
+    assert all(len(row["teacher_log_probs"]) == len(row["mask"]) for row in rows)
+    assert all(min(row["teacher_log_probs"]) < 0 for row in rows)
 
 
 def test_as_reward_each_token_pays_for_its_own_distance(task, tmp_path):
