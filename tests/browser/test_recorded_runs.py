@@ -80,6 +80,11 @@ def _check_pairs(browser, serve, kind, folder):
         assert pair["prompt"] in browser.text
         browser.evaluate("document.querySelector('tr.link:last-child').click()")
         browser.wait(f"!location.hash.includes('{pair['uid']}')")
+        (first, *_) = run.validation.table(step=4).to_pylist()
+        browser.open(f"{url}#validation?uid={first['uid']}")
+        assert "3 prompts in both: correct" in browser.text
+        for text in ("chosen", "rejected", first["turns"][1]["text"]):
+            assert text in browser.text
 
 
 def _check_responses(browser, serve, kind, folder):

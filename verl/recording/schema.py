@@ -271,16 +271,19 @@ _STREAMS = (
     StreamSpec(
         "validation",
         "steps",
-        "one response to a validation prompt",
+        "one response to a validation prompt; of verl rm a validation pair, of verl sft a validation row, unless"
+        " data.val_prompt_files is set",
         (
             _step,
             _uid,
             _sample,
             _source,
             Field("prompt", _text, "text of the prompt, without special tokens"),
-            Field("response", _text, "text of the (last) response, without special tokens"),
-            Field("turns", pa.list_(_TURN), "turns of agents: source, name, number of tokens (null), text, reward"),
-            Field("score", _double, "score; null: could not be scored"),
+            Field("response", _text, "text of the (last) response, without special tokens; of a pair the chosen one"),
+            Field("turns", pa.list_(_TURN), "turns of agents: source, name, number of tokens (null), text, reward; of"
+                  " a pair both responses"),
+            Field("score", _double, "score; null: could not be scored; of a pair its margin, of a row the mean log-prob"
+                  " of its trained tokens"),
             Field("correct", _bool, "whether it counts as correct in `val/<source>/accuracy`; null: left out"),
             _rewards,
             _notes,

@@ -75,6 +75,33 @@ def test_losses_of_rows_add_up_to_the_loss_of_the_step(sft_run):
         assert total / sum(row["trained_tokens"] for row in rows) == pytest.approx(losses[step], rel=1e-5)
 
 
+def test_validation_rows_are_recorded_over_time(sft_run):
+    assert sft_run.validation.steps == [0, 2, 4]
+    first, last = (sft_run.validation.table(step=step).to_pylist() for step in (2, 4))
+    assert [row["uid"] for row in first] == [row["uid"] for row in last]
+    losses = {row["step"]: row["val/loss"] for row in sft_run.metrics.table().to_pylist()}
+    for step, rows in ((2, first), (4, last)):
+        assert [row["prompt"] for row in rows] == [f"add 0 and {j}" for j in range(4)]
+        assert all("sure?" in row["response"] for row in rows)
+        assert {row["correct"] for row in rows} == {None}
+        means = [row["score"] for row in rows]
+        assert min(means) <= -losses[step] <= max(means)
+    trained = sft_run.rows.table(["uid"], step=1)["uid"].to_pylist()
+    recorded = {uid for step in sft_run.rows.steps for uid in sft_run.rows.table(["uid"], step=step)["uid"].to_pylist()}
+    assert set(trained) | {row["uid"] for row in first} <= recorded, "the same row has the same id"
+
+
+def test_a_validation_beyond_the_budget_keeps_the_same_sample_every_time(model, tmp_path):
+    settings = ("trainer.record.max_mb_per_step=0.0008", "trainer.val_before_train=True")
+    run = recording.read(record_sft(model, tmp_path, *settings))
+    uids = [run.validation.table(["uid"], step=step)["uid"].to_pylist() for step in (0, 2, 4)]
+    assert 0 < len(uids[0]) < 4
+    assert uids[0] == uids[1] == uids[2] == sorted(uids[0])
+    assert run.validation.metadata(2)["groups"] == 4
+    events = [json.loads(event["data"]) for event in run.events.table().to_pylist() if event["kind"] == "sampled"]
+    assert {"groups": 4, "recorded": len(uids[0]), "stream": "validation"} in events
+
+
 @pytest.mark.parametrize("batching", ["data.micro_batch_size_per_gpu=3", "data.use_dynamic_bsz=True"])
 def test_log_probs_belong_to_their_rows_for_all_micro_batches(sft_run, model, tmp_path, batching):
     limit = "data.max_token_len_per_gpu=70"
@@ -126,6 +153,7 @@ def test_numbers_only(model, tmp_path):
         assert (row["prompt"], row["prompt_ids"], row["token_ids"]) == (None, None, None)
         assert {turn["text"] for turn in row["turns"]} == {None}
         assert len(row["trainer_log_probs"]) == len(row["mask"])
+    assert {row["response"] for row in run.validation.table().to_pylist()} <= {None}
     assert b"sure?" not in b"".join(path.read_bytes() for path in run.folder.rglob("*.*"))
 
 
@@ -187,6 +215,23 @@ def test_pairs_have_texts_scores_and_margins(rm_run):
         assert np.mean(shares) == pytest.approx(metrics[step]["train/accuracy"])
         assert np.mean([pair["margin"] for pair in decided]) == pytest.approx(metrics[step]["train/margin"], rel=1e-5)
         assert np.mean([pair["loss"] for pair in pairs]) == pytest.approx(metrics[step]["train/loss"], rel=1e-5)
+
+
+def test_validation_pairs_become_correct_or_wrong(rm_run):
+    assert rm_run.validation.steps == [0, 2, 4]
+    metrics = {row["step"]: row for row in rm_run.metrics.table().to_pylist()}
+    for step in (2, 4):
+        rows = rm_run.validation.table(step=step).to_pylist()
+        assert [row["prompt"] for row in rows] == [f"add 0 and {j}" for j in range(4)]
+        for row in rows:
+            rewards = dict(row["rewards"])
+            is_tie = row["prompt"] == "add 0 and 3"
+            assert row["score"] == (None if is_tie else pytest.approx(rewards["chosen"] - rewards["rejected"]))
+            assert [(turn["name"], turn["text"] == row["response"]) for turn in row["turns"]] == [
+                ("chosen", True), ("rejected", False)
+            ]  # fmt: skip
+        shares = [row["correct"] for row in rows if row["score"] is not None]
+        assert np.mean(shares) == pytest.approx(metrics[step]["val/accuracy"])
 
 
 def test_pairs_keep_the_budget_and_the_settings_for_texts(model, tmp_path):

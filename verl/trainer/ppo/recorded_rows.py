@@ -320,10 +320,10 @@ def record_validation(
         writer.event("sampled", step, data=sample | {"stream": "validation"})
     if rows:
         selected = {name: [values[i] for i in rows] for name, values in samples.items()}
-        writer.write_table("validation", step, _validation_columns(selected, step, options), sample)
+        writer.write_table("validation", step, validation_columns(selected, step, options), sample)
 
 
-def _validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions) -> dict[str, list[Any]]:
+def validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions) -> dict[str, list[Any]]:
     """Columns of the stream `validation`. `samples`: see `Validator`; columns that it lacks are null."""
     count, redact = len(samples["uid"]), options.redaction
     described = {*("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score", "correct"),

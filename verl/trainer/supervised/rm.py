@@ -22,6 +22,7 @@ from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.trainer.supervised.preference_dataset import PreferenceDataset
 from verl.trainer.supervised.trainer import SupervisedTrainer, custom_dataset
+from verl.trainer.supervised.validation_record import ValidationRecord
 from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
@@ -75,6 +76,9 @@ class RMTrainer(SupervisedTrainer[RMConfig]):
         scores, lengths = (torch.cat([part.batch[name] for part in results]) for name in ("scores", "answer_tokens"))
         metrics = validation_metrics(scores, lengths, pairs, self.config.centering_coef)
         return {f"val/{name}": value for name, value in metrics.items()}
+
+    def record_validation(self, record: ValidationRecord, batch: DataProto, result: DataProto) -> None:
+        record.add_pairs(batch, batch_pairs(result.batch), result.batch["scores"])
 
     def _train_step(self, batch: DataProto) -> dict[str, float]:
         """Take one optimizer step. Every rank gets whole prompts if possible, and about equally many tokens."""

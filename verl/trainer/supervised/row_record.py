@@ -21,7 +21,7 @@ from verl.trainer.common.dumps import decode
 from verl.trainer.common.recorder import Recorder
 from verl.trainer.ppo.recorded_rows import TEXT_BYTES, RowOptions
 
-_ID_BYTES, _VALUE_BYTES = 4, 4
+ID_BYTES, _VALUE_BYTES = 4, 4
 
 
 class RowRecord:
@@ -31,17 +31,17 @@ class RowRecord:
         """`tokenizer`: used by the writer's thread only."""
         settings = recorder.settings
         self._recorder = recorder
-        self._options = RowOptions(tokenizer, recorder.redaction, settings.texts, int(settings.max_mb_per_step * 1e6))
+        self.options = RowOptions(tokenizer, recorder.redaction, settings.texts, int(settings.max_mb_per_step * 1e6))
 
     def rows(self, batch: DataProto, log_probs: torch.Tensor, step: int) -> None:
         """Record the rows of a batch of `prompt_response_batch`. `log_probs` [rows, response]: before the update."""
         with self._recorder.timed():
-            self._recorder.submit(partial(write_rows, copy.copy(batch), log_probs, step, self._options), step)
+            self._recorder.submit(partial(write_rows, copy.copy(batch), log_probs, step, self.options), step)
 
     def pairs(self, batch: DataProto, pairs: Pairs, scores: torch.Tensor, centering: float, step: int) -> None:
         """Record the pairs of a batch of `collate_comparisons`. `scores` [responses]: before the update."""
         with self._recorder.timed():
-            job = partial(write_pairs, copy.copy(batch), pairs, scores, centering, step, self._options)
+            job = partial(write_pairs, copy.copy(batch), pairs, scores, centering, step, self.options)
             self._recorder.submit(job, step)
 
 
@@ -51,18 +51,15 @@ class RowRecord:
 def write_rows(batch: DataProto, log_probs: torch.Tensor, step: int, options: RowOptions, writer: RecordWriter) -> None:
     """Write the stream `rows`: numbers of all rows, tokens and texts of a sample that is within the budget."""
     tensors = {name: column.cpu().numpy() for name, column in batch.tensors()}
-    prompt_width = tensors["prompts"].shape[1]
-    prompt_lengths = tensors["attention_mask"][:, :prompt_width].sum(1)
-    lengths = tensors["attention_mask"][:, prompt_width:].sum(1)
+    prompts, responses = row_tokens(batch)
+    prompt_lengths, lengths = (np.array([len(ids) for ids in part], np.int64) for part in (prompts, responses))
     mask = tensors["response_mask"].astype(np.uint8)
     weights = tensors["loss_weights"] * mask if "loss_weights" in tensors else mask.astype(np.float64)
-    prompts = [row[prompt_width - length :] for row, length in zip(tensors["prompts"], prompt_lengths, strict=True)]
-    responses = [row[:length] for row, length in zip(tensors["responses"], lengths, strict=True)]
     values = log_probs.cpu().numpy()
     totals, counts = -(values.astype(np.float64) * weights).sum(1), weights.sum(1)
 
-    per_token = _ID_BYTES + TEXT_BYTES + _VALUE_BYTES * (2 if "loss_weights" in tensors else 1) + 1
-    sizes = prompt_lengths * (_ID_BYTES + TEXT_BYTES) + lengths * per_token
+    per_token = ID_BYTES + TEXT_BYTES + _VALUE_BYTES * (2 if "loss_weights" in tensors else 1) + 1
+    sizes = prompt_lengths * (ID_BYTES + TEXT_BYTES) + lengths * per_token
     chosen, sample = _sample("rows", sizes, step, options, writer)
     fields: dict[str, list[Any]] = {
         "mask": [mask[row, : lengths[row]] for row in chosen],
@@ -76,13 +73,25 @@ def write_rows(batch: DataProto, log_probs: torch.Tensor, step: int, options: Ro
         fields["token_ids"] = _add_turn_texts(fields["turns"], [responses[row] for row in chosen], options)
     columns = {
         "step": [step] * len(lengths),
-        "uid": [_digest(*ids) for ids in zip(prompts, responses, strict=True)],
+        "uid": [digest(*ids) for ids in zip(prompts, responses, strict=True)],
         "tokens": (prompt_lengths + lengths).tolist(),
         "trained_tokens": mask.sum(1, dtype=np.int64).tolist(),
         "loss": [total / count if count else None for total, count in zip(totals, counts, strict=True)],
         **_of_all_rows(fields, chosen, len(lengths)),
     }
     writer.write_table("rows", step, columns, sample)
+
+
+def row_tokens(batch: DataProto) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the token ids of the prompt and of the response of every row of `prompt_response_batch`."""
+    names = ("prompts", "responses", "attention_mask")
+    prompts, responses, attended = (batch.batch[name].cpu().numpy() for name in names)
+    width = prompts.shape[1]
+    starts, ends = width - attended[:, :width].sum(1), attended[:, width:].sum(1)
+    return (
+        [row[start:] for row, start in zip(prompts, starts, strict=True)],
+        [row[:end] for row, end in zip(responses, ends, strict=True)],
+    )
 
 
 def _segments(mask: np.ndarray) -> list[dict[str, Any]]:
@@ -133,9 +142,10 @@ def write_pairs(
     writer: RecordWriter,
 ) -> None:
     """Write the stream `pairs`: numbers of all pairs, tokens and texts of a sample that is within the budget."""
-    tokens = _pair_tokens(batch, pairs)
+    tokens = pair_tokens(batch, pairs)
     lengths = {name: np.array([len(getattr(pair, name)) for pair in tokens]) for name in _PairTokens._fields}
-    chosen, sample = _sample("pairs", sum(lengths.values()) * (_ID_BYTES + TEXT_BYTES), step, options, writer)
+    sizes = np.sum(list(lengths.values()), axis=0) * (ID_BYTES + TEXT_BYTES)
+    chosen, sample = _sample("pairs", sizes, step, options, writer)
     fields: dict[str, list[Any]] = {}
     for name in _PairTokens._fields if options.texts else ():
         fields |= _clean_texts([getattr(tokens[pair], name) for pair in chosen], name, f"{name}_ids", options)
@@ -146,7 +156,7 @@ def write_pairs(
     ties = (side == 0).tolist()
     columns = {
         "step": [step] * len(tokens),
-        "uid": [_digest(*pair) for pair in tokens],
+        "uid": [digest(*pair) for pair in tokens],
         "chosen_score": first.tolist(),
         "rejected_score": second.tolist(),
         "margin": [None if tie else margin for margin, tie in zip(margins, ties, strict=True)],
@@ -161,7 +171,7 @@ def write_pairs(
     writer.write_table("pairs", step, columns, sample)
 
 
-def _pair_tokens(batch: DataProto, pairs: Pairs) -> list[_PairTokens]:
+def pair_tokens(batch: DataProto, pairs: Pairs) -> list[_PairTokens]:
     ids, lengths = batch.batch["input_ids"].cpu().numpy(), batch.batch["attention_mask"].sum(1).tolist()
     prompts = [length - count for length, count in zip(lengths, batch.batch["answer_tokens"].tolist(), strict=True)]
     return [
@@ -209,7 +219,7 @@ def _ids(ids: np.ndarray, is_redacted: bool) -> np.ndarray:
     return np.full(len(ids), -1, np.int32) if is_redacted else ids.astype(np.int32)
 
 
-def _digest(*tokens: np.ndarray) -> str:
+def digest(*tokens: np.ndarray) -> str:
     """Return 32 hexadecimal digits that depend only on these token ids."""
     digest = hashlib.sha256()
     for ids in tokens:

@@ -18,6 +18,7 @@ from verl.trainer.evaluation import reward_rules, score_samples
 from verl.trainer.ppo.recorded_rows import RowOptions, record_validation
 from verl.trainer.ppo.validator import sample_correctness, sample_metrics
 from verl.trainer.supervised.trainer import SupervisedTrainer, custom_dataset
+from verl.trainer.supervised.validation_record import ValidationRecord
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.problems import DataError, chat_rule, raise_problems
 from verl.utils.dataset.rows import Rows, find_files, ground_truth_of, value_at
@@ -76,6 +77,10 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
     def record_rows(self, batch: DataProto, output: DataProto) -> None:
         if self.row_record is not None:
             self.row_record.rows(batch, output.batch["log_probs"], self.global_steps)
+
+    def record_validation(self, record: ValidationRecord, batch: DataProto, result: DataProto) -> None:
+        if self._generation is None:  # its responses are recorded instead
+            record.add_rows(batch, result)
 
 
 def create_sft_dataset(config: SFTDataConfig, tokenizer: Any, is_train: bool) -> Any:

@@ -34,6 +34,7 @@ from verl.trainer.recovery.signals import StopSignal
 from verl.trainer.recovery.step_end import FOLDER, VALIDATION, NonFatalFailures, Preemption, StepEnd, is_due
 from verl.trainer.supervised.launch import Ranks
 from verl.trainer.supervised.row_record import RowRecord
+from verl.trainer.supervised.validation_record import ValidationRecord
 from verl.utils import hf_tokenizer
 from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.utils.console import LINE
@@ -55,8 +56,8 @@ class SupervisedTrainer(Generic[Config]):
     the ranks.
 
     A subclass defines `program`, `worker_class` (`CheckpointedWorker` with `init_model`, `train_batch`, `evaluate`),
-    `create_dataset`, `collate_fn` and `batch_metrics`. It may override `record_rows`, `balance_ranks` and
-    `validation_metrics`.
+    `create_dataset`, `collate_fn` and `batch_metrics`. It may override `record_rows`, `record_validation`,
+    `balance_ranks` and `validation_metrics`.
     """
 
     worker_class: ClassVar[type]
@@ -141,6 +142,9 @@ class SupervisedTrainer(Generic[Config]):
 
     def record_rows(self, batch: DataProto, output: DataProto) -> None:
         """Record the rows of a trained batch, if the program has such rows. `output`: the result of `train_batch`."""
+
+    def record_validation(self, record: ValidationRecord, batch: DataProto, result: DataProto) -> None:
+        """Add the rows of a batch to the record of a validation. `result`: the result of `evaluate`."""
 
     def balance_ranks(self, batch: DataProto) -> DataProto:
         """Reorder the rows so that every data-parallel rank gets equally many rows and about equally many tokens."""
@@ -275,11 +279,17 @@ class SupervisedTrainer(Generic[Config]):
 
     def _validate(self) -> dict[str, float]:
         results = []
+        record = ValidationRecord(self.row_record.options) if self.row_record is not None else None
         for rows in self.val_dataloader or ():
             if self.stop_requested.is_set() and self.config.trainer.save_within is not None:
                 logger.warning("validation given up: there may be no time for it (trainer.save_within)")
                 return {}
-            results.append(self.worker_group.evaluate(DataProto.from_dict(rows, auto_padding=True)))
+            batch = DataProto.from_dict(rows, meta_info={RECORDS_ROWS: record is not None}, auto_padding=True)
+            results.append(self.worker_group.evaluate(batch))
+            if record is not None:
+                self.record_validation(record, batch, results[-1])
+        if record is not None:
+            record.submit(self.recorder, self.global_steps)
         return self.validation_metrics(results)
 
     def _save_checkpoint(self) -> None:

@@ -91,8 +91,16 @@ async function showPrompt(detail, runs, withResponses, uid) {
   detail.replaceChildren(h("h2", {}, "Responses over time"), h("pre", {}, visible(prompt ?? "(text not recorded)")), truth ? h("p", {}, "ground truth: ", h("b", {}, visible(truth))) : "",
     ...rows.map((row, index) => h("details", { class: "turn", open: index === rows.length - 1 },
       h("summary", {}, h("span", { class: row.correct === true ? "good" : row.correct === false ? "bad" : "" }, row.correct === true ? "✓ correct" : row.correct === false ? "✗ wrong" : "not scored"),
-        ` step ${row.step}${runs.length > 1 ? `, ${visible(row.run)}` : ""} · score ${short(row.score)} · ${short(row.length)} tokens, ${row.finish_reason}`),
-      h("pre", {}, visible(row.response ?? "(text not recorded)")))));
+        ` step ${row.step}${runs.length > 1 ? `, ${visible(row.run)}` : ""} · score ${short(row.score)} · ${plural(row.length, "token")}${row.finish_reason ? `, ${row.finish_reason}` : ""}`),
+      responseOf(row))));
+}
+
+/** The response; of a pair both responses with their scores. */
+function responseOf(row) {
+  const rejected = row.turns?.find((turn) => turn.name === "rejected");
+  if (!rejected) return h("pre", {}, visible(row.response ?? "(text not recorded)"));
+  const card = (name, text) => h("article", { class: "card" }, h("h3", {}, name, h("span", { class: "score" }, short(row.rewards[name]))), h("pre", {}, visible(text)));
+  return h("div", { class: "cards" }, card("chosen", row.response), card("rejected", rejected.text));
 }
 
 class HeatMap {
@@ -105,7 +113,8 @@ class HeatMap {
     });
     this.order = result.prompts.map((_, index) => index).sort((a, b) => means[b] - means[a]);
     const values = result.prompts.flatMap((_, index) => result.steps.map((_step, step) => valueOf(result, index, step))).filter((value) => value !== null);
-    [this.low, this.high] = [Math.min(0, ...values.slice(0, 1e5)), Math.max(1, ...values.slice(0, 1e5))];
+    const [low, high] = [Math.min(...values.slice(0, 1e5)), Math.max(...values.slice(0, 1e5))]; // infinite if there are none
+    [this.low, this.high] = high < 0 && low < high ? [low, high] : [Math.min(0, low), Math.max(1, high)]; // log-probs are negative
     this.height = Math.min(600, Math.max(40, this.order.length * CELL_HEIGHT));
     this.canvas = h("canvas", { role: "img", "aria-label": `Results of ${result.prompts.length} prompts in ${result.steps.length} validations` });
     this.canvas.style.height = `${this.height + STEP_AXIS}px`;

@@ -82,10 +82,14 @@ def token_mean_loss(
 
 def negative_log_likelihood(log_probs: torch.Tensor, data: DataProto) -> SumAndCount:
     """Return (sum over tokens with `response_mask` 1, their number), both weighted by `loss_weights` if given."""
-    weights = data.batch["response_mask"]
-    if "loss_weights" in data.batch.keys():
-        weights = weights * data.batch["loss_weights"]
+    weights = loss_weights(data)
     return -(log_probs * weights).sum(), weights.sum()
+
+
+def loss_weights(data: DataProto) -> torch.Tensor:
+    """Return the weights of the response tokens in the loss [rows, response]."""
+    mask = data.batch["response_mask"]
+    return mask * data.batch["loss_weights"] if "loss_weights" in data.batch.keys() else mask
 
 
 class LogProbRecorder:
@@ -139,12 +143,21 @@ class SFTWorker(SupervisedWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     def evaluate(self, data: DataProto) -> DataProto:
-        """Return the loss of `train_batch` without training, as metric `val/loss`; filler rows have mask 0."""
+        """Return the loss of `train_batch` without training, as metric `val/loss`; filler rows have mask 0.
+
+        With `meta_info[RECORDS_ROWS]` also return its sum over the tokens of each row, and their number (weighted as in
+        the loss): `row_loss`, `row_tokens` [rows].
+        """
         result = infer_columns(self.engine, data, {"log_probs": "log_probs"}, 1.0, micro_batching(self.config))
         if not self.engine.collects:
             return result
         total, tokens = negative_log_likelihood(result.batch["log_probs"], data)
-        return DataProto(meta_info={"metrics": {"val/loss": (float(total), float(tokens))}})
+        metrics = {"val/loss": (float(total), float(tokens))}
+        columns: dict[str, torch.Tensor] = {}
+        if data.meta_info.get(RECORDS_ROWS):
+            weights = loss_weights(data)
+            columns = {"row_loss": -(result.batch["log_probs"] * weights).sum(1), "row_tokens": weights.sum(1)}
+        return DataProto.from_dict(columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("sft_answers")
