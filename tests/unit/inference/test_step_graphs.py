@@ -6,20 +6,27 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from verl.config import RolloutConfig, as_config
 from verl.inference.block_manager import BlockManager
 from verl.inference.graphs import StepGraphs, StepInputs, always_permitted
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence
+from verl.protocol import DataProto
+from verl.single_controller.base.worker import RankHost
 from verl.types.request import Request, SamplingParams
 from verl.utils.buffer_sizes import DECODE_SIZES, MIXED_SIZES, device_kv_bytes, graph_bytes, graph_sizes
-from verl.utils.device import CaptureGate
+from verl.utils.device import CaptureGate, capture_gate
+from verl.workers.rollout import base as rollout_base
+from verl.workers.rollout.base import BaseRollout
 
 SLOTS, TOKENS, WIDTH = 24, 200, 3
 
@@ -267,3 +274,39 @@ def test_work_may_be_nested_and_wait(outer):
         raise KeyError
     with gate.capture() as permitted:
         assert permitted
+
+
+class Host(RankHost):
+    """The host of one worker that is not a `Worker`."""
+
+    def __init__(self, worker: Any) -> None:
+        super().__init__()
+        self._workers["actor"] = worker
+
+    def send(self, output: Any, shard: Any) -> Any:
+        return output
+
+
+class Device:
+    """A worker that reports whether another thread could capture a graph now."""
+
+    def can_capture(self, *_: Any) -> bool:
+        with ThreadPoolExecutor() as pool:
+            return pool.submit(self._can_capture).result()
+
+    def _can_capture(self) -> bool:
+        with capture_gate.capture() as permitted:
+            return permitted
+
+    def generate(self) -> tuple[bool, bool]:
+        return BaseRollout.generate_sequences(self, DataProto()), self.can_capture()  # type: ignore[arg-type,return-value]
+
+    is_leader, config = True, as_config(RolloutConfig, {"tensor_model_parallel_size": 1})
+
+
+def test_calls_on_the_compute_lane_prevent_captures_unless_they_wait_for_the_engine(monkeypatch):
+    monkeypatch.setattr(rollout_base, "EngineHost", lambda rollout: SimpleNamespace(generate_batch=rollout.can_capture))
+    host = Host(Device())
+    assert host.call("actor", "can_capture", [], {}, "compute") is False
+    assert host.call("actor", "can_capture", [], {}, "control") is True
+    assert host.call("actor", "generate", [], {}, "compute") == (True, False)
