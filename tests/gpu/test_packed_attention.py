@@ -9,6 +9,7 @@ import torch
 
 from tests.support.engine_cases import assert_close, engine_gradients, make_batch, make_engine, token_loss
 from tests.support.tiny import tiny_model
+from tests.unit.workers.engine.test_compiled_layers import batch
 from verl.models.attention import grouped_attention, has_kernel, packed_attention
 from verl.models.packing import Packing
 from verl.workers.engine.base import MicroBatching
@@ -137,3 +138,18 @@ def test_the_host_does_not_wait_once_per_micro_batch():
 
     assert waits(infer(1)) == waits(infer(8))
     assert waits(update(1)) == waits(update(8))
+
+
+def test_compiled_layers_with_shared_prefixes_are_compiled_in_the_first_steps_only():
+    """Also micro-batches of one row, which share nothing."""
+    engine = make_engine(tiny_model(), mixed_precision="bf16", compile_layers=True, prefix_sharing="true")
+    torch._dynamo.utils.counters.clear()
+    graphs = []
+    for step, (rows, size) in enumerate(((1, 1), (8, 3), (5, 8), (3, 2), (8, 8), (7, 1), (2, 2), (6, 4))):
+        data, micro = batch(step, rows, 4), MicroBatching(size=size)
+        engine.infer(data, ["log_probs"], micro=micro)
+        engine.forward_backward(data, token_loss, ["log_probs"], micro=micro)
+        engine.optimizer_step()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[2:] == [graphs[2]] * 6, graphs
+    assert graphs[2] <= 4, graphs

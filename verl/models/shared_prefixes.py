@@ -294,18 +294,22 @@ class _GatherTokens(torch.autograd.Function):
 
 
 def share_prefixes(
-    rows: PackedRows, experts: torch.Tensor | None = None, attention: TreeAttention | None = None
+    rows: PackedRows,
+    experts: torch.Tensor | None = None,
+    attention: TreeAttention | None = None,
+    always: bool = False,
 ) -> PackedRows:
     """Return `rows` (on the host) with every common prefix computed once; `rows` itself if nothing is shared.
 
-    `experts` [T, ...]: replayed experts of each packed token; tokens with different experts are not shared.
+    `experts` [T, ...]: replayed experts of each packed token; tokens with different experts are not shared. `always`:
+    return a prefix tree even if nothing is shared.
     """
     tokens = token_bytes(rows.input_ids[0].numpy(), None if experts is None else experts.numpy())
     ends = np.cumsum(rows.packing.lengths)
     begins = ends - rows.packing.lengths
     row_bytes = [tokens[begin:end].tobytes() for begin, end in zip(begins, ends, strict=True)]
     order, shared = prefix_order(row_bytes, tokens.shape[1])
-    if not shared.any():
+    if not shared.any() and not always:
         return rows
     tree = PrefixTree(np.asarray(rows.packing.lengths, dtype=np.int64)[order], shared)
     token_index = np.empty(rows.packing.total, dtype=np.int64)

@@ -180,13 +180,21 @@ class PrefixSharing:
     """Decides for each pass of an engine whether prefixes are shared, and applies it to every micro-batch."""
 
     def __init__(
-        self, mode: str, cost: SequenceCost, expands_rows: bool = False, replays_experts: bool = False
+        self,
+        mode: str,
+        cost: SequenceCost,
+        expands_rows: bool = False,
+        replays_experts: bool = False,
+        compiled: bool = False,
     ) -> None:
         """`mode`: true, false or auto. `cost`: operations of a row. `replays_experts`: tokens are shared only if their
         `routed_experts` agree.
 
         `expands_rows`: attention has no kernel for shared tokens and computes whole rows. Token budgets then count all
         tokens of a row, so that attention needs the memory of a pass without sharing, and only the layers save.
+
+        `compiled`: layers are compiled, separately for prefix trees and for other rows. A pass then uses trees for all
+        its micro-batches, so that one without shared tokens does not cause a compilation.
         """
         self.mode = mode
         self.expands_rows = expands_rows
@@ -194,6 +202,7 @@ class PrefixSharing:
         self.attention: TreeAttention | None = None
         """Implementation of attention; None: selected by size."""
         self._replays_experts = replays_experts
+        self._compiled = compiled
         self._active = False
         self.row_tokens = self.computed_tokens = 0
         """Tokens of the current pass: of all rows, and those computed."""
@@ -210,14 +219,17 @@ class PrefixSharing:
         self._active = prefixes.saving > 0 and (self.mode == "true" or prefixes.saving >= PREFIX_MIN_SAVING)
         return prefixes if self._active else None
 
-    def apply(self, rows: PackedRows, part: DataProto) -> PackedRows:
+    def apply(self, rows: PackedRows, part: DataProto, filler: bool = False) -> PackedRows:
         """Return the packed rows of micro-batch `part` with common prefixes computed once, if this pass shares them."""
+        always = self._compiled and (self._active or self.mode == "true")
+        if filler:
+            return share_prefixes(rows, None, self.attention, True) if always and not self._replays_experts else rows
         self.row_tokens += rows.packing.total
         self._row_work += float(self._cost(rows.packing.lengths).sum()) + self._cost.head * len(rows.rows)
-        if self._active:
+        if self._active or always:
             experts = self._experts(part)
             mask = None if experts is None else packed_tokens(part.batch["attention_mask"])
-            rows = share_prefixes(rows, None if experts is None else experts[mask], self.attention)
+            rows = share_prefixes(rows, None if experts is None else experts[mask], self.attention, always)
         self.computed_tokens += rows.packing.total
         if isinstance(rows.packing, TreePacking):
             shared = rows.packing.tree.shared

@@ -31,6 +31,7 @@ from verl.workers.engine.common.base_engine import (
     ModelPass,
     compile_each_layer,
     explain_compile_errors,
+    mark_sizes_independent,
 )
 from verl.workers.engine.common.checkpoint_compatibility import model_info
 from verl.workers.engine.common.micro_batches import micro_batches, with_last
@@ -109,10 +110,10 @@ class FSDPEngine(BaseTrainEngine):
             self._routers = None
         replays = self._routers is not None and self._routers.replay
         mode, expands_rows = prefix_sharing if self._packs else "false", self.device.type != "cuda"
-        self.prefix_sharing = PrefixSharing(mode, self._cost, expands_rows, replays)
+        self._compiled = compile_layers and self._packs
+        self.prefix_sharing = PrefixSharing(mode, self._cost, expands_rows, replays, self._compiled)
         if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
             sharding.checkpoint_activations(self.model)
-        self._compiled = compile_layers and self._packs
         if self._compiled:
             compile_each_layer(outermost_layers(self.model.hf))
         self._optimizer: ShardedAdamW | None = None
@@ -246,16 +247,19 @@ class FSDPEngine(BaseTrainEngine):
         shape = (len(part), batch["responses"].shape[1] if self.kind != "sequence_classification" else 0)
         without_padding: Any = packed_rows if self._packs else right_padded_rows
         rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
-        if self._packs and not filler:
-            rows = self.prefix_sharing.apply(rows, part)
+        if self._packs:
+            rows = self.prefix_sharing.apply(rows, part, filler)
         if "other_log_probs" in run.fields:
             rows = with_alternatives(rows, batch[TEACHER_TOP_IDS])
         if self._sharing is not None:
             rows = sequence_parallel_rows(rows, self._sharing)
         if self._routers is not None:
             self._routers.begin(part, rows.packing, filler, run.record_routing)
+        rows = rows.to(self.device)
+        if self._compiled:
+            mark_sizes_independent(rows.packing)
         with explain_compile_errors(self._compiled, type(self.model.hf).__name__):
-            return self.model(rows.to(self.device), run.fields, shape, run.temperature, run.top_k)
+            return self.model(rows, run.fields, shape, run.temperature, run.top_k)
 
 
 # ---------------------------------------------------------------- router replay

@@ -1,0 +1,179 @@
+"""Compiled layers are compiled for the first passes only, whatever the packings of later ones.
+
+CUDA kernels are replaced by operators on the CPU. The compiler treats both alike: it does not trace into them.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import partialmethod
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
+from tests.support.tiny import tiny_model
+from verl.models import attention
+from verl.models.loading import outermost_layers
+from verl.models.shared_prefixes import TreePacking
+from verl.protocol import DataProto
+from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common.base_engine import compile_each_layer, compiled_graphs
+from verl.workers.engine.common.prefix_sharing import PrefixSharing
+
+STEPS, SETTLED = 16, 3
+
+
+def sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: Any, cu_k: Any, scale: float) -> Any:
+    """Yield (queries, keys, values [heads, n, dim], probabilities) of each sequence, whose queries are the last tokens
+    of its keys. q, k, v [tokens, heads, dim] with equal numbers of heads."""
+    for (first, end), (key_first, key_end) in zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()), strict=True):
+        queries = q[first:end].transpose(0, 1)
+        keys, values = (part[key_first:key_end].transpose(0, 1) for part in (k, v))
+        n, m = queries.shape[1], keys.shape[1]
+        hidden = torch.ones(n, m, dtype=torch.bool).triu(m - n + 1)
+        probabilities = (queries @ keys.mT * scale).masked_fill(hidden, -torch.inf).softmax(-1)
+        yield (slice(first, end), slice(key_first, key_end)), queries, keys, values, probabilities
+
+
+def repeated(part: torch.Tensor, heads: int) -> torch.Tensor:
+    return part.repeat_interleave(heads // part.shape[1], dim=1)
+
+
+@torch.library.custom_op("verl_test::attention", mutates_args=())
+def attention_op(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int,
+    scale: float,
+) -> torch.Tensor:  # fmt: skip
+    assert max_q == int(cu_q.diff().max())
+    assert max_k == int(cu_k.diff().max())
+    out, heads = torch.empty_like(q), q.shape[1]
+    for (own, _), _, _, values, probabilities in sequences(
+        q, repeated(k, heads), repeated(v, heads), cu_q, cu_k, scale
+    ):
+        out[own] = (probabilities @ values).transpose(0, 1)
+    return out
+
+
+@attention_op.register_fake
+def _(q: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+@torch.library.custom_op("verl_test::attention_backward", mutates_args=())
+def attention_backward(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    heads, kv_heads = q.shape[1], k.shape[1]
+    grad_q, grad_k, grad_v = torch.zeros_like(q), *(torch.zeros_like(repeated(part, heads)) for part in (k, v))
+    for (own, keys_of), queries, keys, values, probabilities in sequences(
+        q, repeated(k, heads), repeated(v, heads), cu_q, cu_k, scale
+    ):
+        above = gradient[own].transpose(0, 1)
+        scores = above @ values.mT
+        scores = probabilities * (scores - (scores * probabilities).sum(-1, keepdim=True)) * scale
+        grad_q[own] = (scores @ keys).transpose(0, 1)
+        grad_k[keys_of] += (scores.mT @ queries).transpose(0, 1)
+        grad_v[keys_of] += (probabilities.mT @ above).transpose(0, 1)
+    grad_k, grad_v = (part.unflatten(1, (kv_heads, -1)).sum(2) for part in (grad_k, grad_v))
+    return grad_q, grad_k, grad_v
+
+
+@attention_backward.register_fake
+def _(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.scale = inputs[7]
+
+
+def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    gradients = attention_backward(gradient.contiguous(), *ctx.saved_tensors, ctx.scale)
+    return *gradients, None, None, None, None, None
+
+
+attention_op.register_autograd(backward, setup_context=save_inputs)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Attention of a GPU, and compilation without code generation."""
+
+    def varlen(q: Any, k: Any, v: Any, *seqlens: Any, scale: float, window_size: Any, **_: Any) -> torch.Tensor:
+        return attention_op(q, k, v, *seqlens, scale)
+
+    initialise = TreePacking.__init__
+
+    def with_path_keys(self: TreePacking, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **kwargs)
+        self.path_keys = self._path_keys()
+
+    monkeypatch.setattr(attention, "varlen_attn", varlen)
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
+    monkeypatch.setattr(TreePacking, "__init__", with_path_keys)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def batch(step: int, rows: int, group: int) -> DataProto:
+    """Rows of random lengths; the prompts of each group are equal."""
+    dice = random.Random(step)
+    prompt = dice.randint(3, 30)
+    data = make_batch(rows=rows, prompt=prompt, response=dice.randint(2, 30), seed=step)
+    for row in range(rows):
+        for name in ("input_ids", "attention_mask", "prompts"):
+            data.batch[name][row, :prompt] = data.batch[name][row // group * group, :prompt]
+    data.batch["position_ids"] = (data.batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return data
+
+
+@pytest.mark.parametrize("sharing", ["false", "true"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_pass_after_the_first_steps_compiles_again(sharing, checkpointing, kernels):
+    """Among them passes of one sequence, and with shared prefixes micro-batches without any."""
+    engine = make_engine(tiny_model(), enable_gradient_checkpointing=checkpointing)
+    engine.prefix_sharing, engine._compiled = PrefixSharing(sharing, engine._cost, compiled=True), True
+    compile_each_layer(outermost_layers(engine.model.hf))
+    dice, before, graphs = random.Random(7), compiled_graphs(), []
+    for step in range(STEPS):
+        # First the special sizes, for which a compiler may generate code that is only valid for them.
+        rows, size = (1, 1) if step == 0 else (dice.choice([1, 2, 3, 5, 8]), dice.choice([1, 2, 3, 8]))
+        data, micro = batch(step, rows, dice.choice([1, 2, 4])), MicroBatching(size=size)
+        engine.infer(data, ["log_probs"], micro=micro)
+        engine.forward_backward(data, token_loss, ["log_probs"], micro=micro)
+        engine.optimizer_step()
+        graphs.append(compiled_graphs() - before)
+    assert graphs[0] > 0
+    assert graphs[SETTLED - 1 :] == [graphs[-1]] * (STEPS - SETTLED + 1), graphs
+    assert graphs[-1] == 2, "with and without gradient"
+
+
+def test_compiled_passes_use_prefix_trees_for_all_rows_with_equal_results(kernels):
+    data, results = batch(3, 5, 4), []  # four rows with a common prompt, and one with another
+    for compiled in (False, True):
+        engine = make_engine(tiny_model(seed=3))
+        engine.prefix_sharing = PrefixSharing("true", engine._cost, compiled=compiled)
+        packings = []
+        apply = engine.prefix_sharing.apply
+
+        def recorded(*args: Any, apply: Any = apply, packings: list[type] = packings) -> Any:
+            rows = apply(*args)
+            packings.append(type(rows.packing))
+            return rows
+
+        engine.prefix_sharing.apply = recorded
+        fields = engine.infer(data, ["log_probs"], micro=MicroBatching(size=4)).batch["log_probs"]
+        engine.forward_backward(data, token_loss, ["log_probs"], micro=MicroBatching(size=4))
+        assert (len(set(packings)) == 1) is compiled
+        results.append({"log_probs": fields, **engine_gradients(engine)})
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-5, atol=1e-6)
