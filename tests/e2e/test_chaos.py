@@ -1,4 +1,4 @@
-"""A run whose processes are killed and stopped comes through by itself, with the weights of an undisturbed one."""
+"""A run recovers from killed and stopped processes with the weights of an uninterrupted run."""
 
 from __future__ import annotations
 

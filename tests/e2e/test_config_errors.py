@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.main_ppo` with mistakes: all of them, numbered, with remedies; exit code 2, no trace left."""
+"""`python -m verl.trainer.main_ppo` with invalid keys: all problems with remedies, exit code 2, no files left."""
 
 import http.server
 import json
@@ -109,7 +109,7 @@ def test_a_stranger_at_the_port_of_ray_is_told_of_soon(tmp_path, valid):
     ):
         threading.Thread(target=web.serve_forever, daemon=True).start()
         quiet_port = silent.getsockname()[1]
-        said = []
+        last_lines = []
         for arguments, address in (
             ([], f"127.0.0.1:{web.server_port}"),
             ([], f"127.0.0.1:{quiet_port}"),
@@ -119,12 +119,15 @@ def test_a_stranger_at_the_port_of_ray_is_told_of_soon(tmp_path, valid):
             done = run(*valid, *arguments, cwd=tmp_path, RAY_ADDRESS=address)
             assert time.monotonic() - start < 100, "the verdict takes at most 15 s; the rest is this machine's start"
             assert done.returncode == 1, done.stderr
-            said.append(done.stderr.splitlines()[-1])
+            last_lines.append(done.stderr.splitlines()[-1])
         web.shutdown()
-    assert f"at port {web.server_port} of 127.0.0.1 answers an HTTP server" in said[0]
-    assert f"at port {quiet_port} of 127.0.0.1 answers something that accepts connections and sends nothing" in said[1]
-    assert "not Ray). Correct RAY_ADDRESS" in said[1]
-    assert f"trainer.master_port = {web.server_port}: at 127.0.0.1 answers an HTTP server" in said[2]
-    assert "Set another trainer.master_port" in said[2]
+    assert f"at port {web.server_port} of 127.0.0.1 answers an HTTP server" in last_lines[0]
+    assert (
+        f"at port {quiet_port} of 127.0.0.1 answers something that accepts connections and sends nothing"
+        in last_lines[1]
+    )
+    assert "not Ray). Correct RAY_ADDRESS" in last_lines[1]
+    assert f"trainer.master_port = {web.server_port}: at 127.0.0.1 answers an HTTP server" in last_lines[2]
+    assert "Set another trainer.master_port" in last_lines[2]
     if sys.platform == "linux":
-        assert all(f"(pid {os.getpid()})" in line for line in said)
+        assert all(f"(pid {os.getpid()})" in line for line in last_lines)

@@ -1,4 +1,4 @@
-"""Whatever a run needs dies: it is named within seconds, nothing of the attempt is left, and the next one goes on."""
+"""A process that a run needs dies: the error names it within seconds, no process remains, the next run resumes."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ def test_what_dies_is_named_and_replaced_and_nothing_of_it_is_left(tmp_path, fau
             wait_for((tmp_path / f"running_{number}").exists, process, log, 250)
             family = psutil.Process(process.pid).children(recursive=True)
             named(name, family).send_signal(sent)
-            said = re.compile(rf"restart {number} of {len(faults)} in \d+ s: {cause}.*; starts from the beginning")
-            wait_for(lambda said=said: said.search(log.read_text()), process, log, 120)
+            restart_line = re.compile(
+                rf"restart {number} of {len(faults)} in \d+ s: {cause}.*; starts from the beginning"
+            )
+            wait_for(lambda restart_line=restart_line: restart_line.search(log.read_text()), process, log, 120)
             assert psutil.wait_procs(family, timeout=60)[1] == []
         assert process.wait() == 0, log.read_text()[-3000:]
     finally:

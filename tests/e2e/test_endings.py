@@ -1,4 +1,4 @@
-"""What goes wrong after the configuration check ends in a few last lines with a remedy; tracebacks go to a file."""
+"""Errors after the configuration check: a few last lines with a remedy; tracebacks go to a file."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def ended(done: subprocess.CompletedProcess) -> list[str]:
 
 
 def named_log(line: str) -> Path:
-    found = re.search(r"Full traceback in (\S+\.log)\.", line)
-    assert found, line
-    return Path(found[1])
+    match = re.search(r"Full traceback in (\S+\.log)\.", line)
+    assert match, line
+    return Path(match[1])
 
 
 def run_to_the_end(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess:

@@ -1,4 +1,4 @@
-"""What `examples/` and `recipe/` ship works: scripts compose and validate, data converts, the minimal GRPO learns."""
+"""Scripts of `examples/` and `recipe/` compose and validate, data converts, the minimal GRPO learns."""
 
 import gzip
 import json
@@ -70,8 +70,8 @@ def test_the_promised_scripts_are_there():
 def test_cfg_job_after_a_script_reaches_hydra_as_one_option(tmp_path):
     flag, module, *typed = run_script("examples/ppo_trainer/run_gemma.sh", tmp_path, "--cfg", "job", "trainer.nnodes=2")
     assert (flag, module) == ("-m", "verl.trainer.main_ppo")
-    given = hydra_arguments(typed)
-    assert given[-3:] == ["++trainer.nnodes=2", "--cfg", "job"]
+    arguments = hydra_arguments(typed)
+    assert arguments[-3:] == ["++trainer.nnodes=2", "--cfg", "job"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -103,10 +103,10 @@ def test_a_script_states_purpose_and_needs_and_is_in_the_table(script):
 
 def test_configuration_keys_in_documents_exist():
     ppo = load_config(None, ["data.train_files=a/b", "actor_rollout_ref.model.path=a/b"], check_files=False)
-    given = ["data.train_files=a/b", "model.path=a/b"]
-    others = [load_config(None, given, check_files=False, root=root) for root in (SFTConfig, RMConfig)]
-    given = ["data.path=a/b", "data.output_path=c.parquet", "model.path=a/b"]
-    others.append(load_config(None, given, check_files=False, root=GenerationConfig))
+    arguments = ["data.train_files=a/b", "model.path=a/b"]
+    other_roots = [load_config(None, arguments, check_files=False, root=root) for root in (SFTConfig, RMConfig)]
+    arguments = ["data.path=a/b", "data.output_path=c.parquet", "model.path=a/b"]
+    other_roots.append(load_config(None, arguments, check_files=False, root=GenerationConfig))
     # Paths that begin with a block's name; those that end in a dot or a star stand for several.
     blocks = "|".join(block for block in ppo if block != "custom")
     written = re.compile(rf"(?<![\w./])((?:{blocks})(?:\.[a-z][a-z_0-9]*)+)")
@@ -114,7 +114,7 @@ def test_configuration_keys_in_documents_exist():
         # Code blocks are executed by tests/unit/docs; some contain wrong keys on purpose.
         prose = re.sub(r"^```.*?^```|\(\S+\.md(#\S*)?\)", "", file.read_text(), flags=re.DOTALL | re.MULTILINE)
         for key in sorted(set(written.findall(prose))):
-            known = key in alias_table(PPOConfig) or any(_has(config, key) for config in (ppo, *others))
+            known = key in alias_table(PPOConfig) or any(_has(config, key) for config in (ppo, *other_roots))
             assert known, f"{file.relative_to(ROOT)}: {key}"
 
 
@@ -182,8 +182,8 @@ def test_the_tools_of_the_retool_recipe_are_functions_a_model_can_be_told():
     assert function["name"]
     assert function["description"]
     assert set(function["parameters"]["required"]) <= set(function["parameters"]["properties"])
-    made = load_extern_object(*tool["class_name"].rsplit(".", 1))(tool["config"], tool["tool_schema"])
-    assert (made.name, made.limits.wall_s) == ("code_interpreter", 30)
+    loaded = load_extern_object(*tool["class_name"].rsplit(".", 1))(tool["config"], tool["tool_schema"])
+    assert (loaded.name, loaded.limits.wall_s) == ("code_interpreter", 30)
 
 
 # ---------------------------------------------------------------- data

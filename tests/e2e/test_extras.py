@@ -1,4 +1,4 @@
-"""`pip install -e .[test,<engine>]` finds versions that fit together. Nothing is installed."""
+"""`pip install -e .[test,<engine>]` resolves to compatible versions (dry run)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on from a whole step, by itself where it can; asked to, it saves and exits 0."""
+"""Killed at any moment, a run resumes from a complete step, if possible by itself; a stop signal saves and exits 0."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _started: list[subprocess.Popen] = []
 
 
 @pytest.fixture(autouse=True)
-def nothing_goes_on() -> Iterator[None]:
-    """A run that a failed test leaves behind would slow down all that follow."""
+def kill_remaining_runs() -> Iterator[None]:
+    """Kill runs of a failed test, which would slow down the following tests."""
     yield
     while _started:
         if (process := _started.pop()).poll() is None:
@@ -74,7 +74,7 @@ def wait_for_step(folder: Path, process: subprocess.Popen, step: int, timeout: f
 
 
 def kill_everything(process: subprocess.Popen) -> None:
-    """SIGKILL to the driver and to every process of its cluster, as a machine that loses power."""
+    """Send SIGKILL to the driver and to every process of its cluster, as in a power failure."""
     family = psutil.Process(process.pid).children(recursive=True)
     for member in [psutil.Process(process.pid), *family]:
         try:
@@ -97,30 +97,30 @@ def survive(task: dict[str, str], folder: Path, kills: int, seed: int) -> None:
         wait_for_step(folder, process, reached + 1)
         time.sleep(rng.uniform(0, 1.5))  # in the middle of a step, or of a save
         kill_everything(process)
-        whole = latest_step(folder)
-        assert whole > reached, "what was saved before the kill is whole"
-        reached = whole
+        latest = latest_step(folder)
+        assert latest > reached, "a step saved before the kill is complete"
+        reached = latest
     process = start(task, folder, f"trainer.total_training_steps={reached + 1}")
     assert process.wait() == 0, (folder / "log.txt").read_text()[-3000:]
     assert latest_step(folder) == reached + 1
     assert f"global_step_{reached}: step {reached}" in (folder / "log.txt").read_text(), (
-        "it resumed from the whole step"
+        "it resumed from the complete step"
     )
     assert CheckpointManager.verify(folder / "checkpoints" / f"global_step_{reached + 1}") == []
 
 
 def rank_of(process: subprocess.Popen) -> psutil.Process:
     family = psutil.Process(process.pid).children(recursive=True)
-    (found,) = [member for member in family if member.name().startswith("ray::RayRank")]
-    return found
+    (rank,) = [member for member in family if member.name().startswith("ray::RayRank")]
+    return rank
 
 
 def final_files(folder: Path) -> dict[str, int]:
-    """The actor's tensors in the last step, weights and moments: a checksum per file."""
+    """Return a checksum per file of the actor's weights and optimizer state in the last step."""
     files = read_manifest(folder / "checkpoints" / f"global_step_{STEPS}").files
-    found = {name: record.crc32 for name, record in files.items() if name.endswith((".distcp", ".safetensors"))}
-    assert len(found) >= 3
-    return found
+    checksums = {name: record.crc32 for name, record in files.items() if name.endswith((".distcp", ".safetensors"))}
+    assert len(checksums) >= 3
+    return checksums
 
 
 @pytest.mark.slow
@@ -142,10 +142,10 @@ def test_killed_supervisor_and_killed_rank_cost_no_bit_of_the_final_weights(task
     rank_of(process).kill()
     assert process.wait() == 0, (disturbed / "log.txt").read_text()[-3000:]
     (restart,) = re.findall(r"^restart .*", (disturbed / "log.txt").read_text(), re.MULTILINE)
-    found = re.match(r"restart 1 of 3 in 2 s: worker process died: .* \(\w+ of step (\d+), role (\w+)\); (.*)", restart)
-    assert found, restart
-    assert found[2] == "actor_rollout"
-    assert re.match(rf"resumes at step \d+ \({disturbed}/checkpoints/global_step_\d+\), steps? .* repeated", found[3])
+    match = re.match(r"restart 1 of 3 in 2 s: worker process died: .* \(\w+ of step (\d+), role (\w+)\); (.*)", restart)
+    assert match, restart
+    assert match[2] == "actor_rollout"
+    assert re.match(rf"resumes at step \d+ \({disturbed}/checkpoints/global_step_\d+\), steps? .* repeated", match[3])
     assert reference.wait(timeout=200) == 0, (undisturbed / "log.txt").read_text()[-3000:]
     assert final_files(disturbed) == final_files(undisturbed)
 
@@ -157,7 +157,7 @@ def test_killed_many_times_a_run_continues_from_a_whole_step(task, tmp_path):
 
 
 def wait_for_first_step(folder: Path, process: subprocess.Popen) -> None:
-    """Until it is taken; nothing is saved then."""
+    """Wait until the first optimizer step is done, before any checkpoint exists."""
     deadline = time.monotonic() + 400
     while not (folder / "checkpoints" / "debug_step_1.pt").exists():
         assert process.poll() is None, (folder / "log.txt").read_text()[-3000:]
@@ -191,12 +191,12 @@ def test_sigterm_that_leaves_little_time_gives_up_a_long_step_and_saves_the_one_
         assert process.poll() is None, (tmp_path / "log.txt").read_text()[-3000:]
         time.sleep(0.05)
     time.sleep(0.3)  # into the generation of the second, which takes longer
-    asked = time.monotonic()
+    signalled_at = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait() == 0, (tmp_path / "log.txt").read_text()[-3000:]
     log = (tmp_path / "log.txt").read_text()
     *_, last = log.splitlines()
-    assert last.startswith("stopped by SIGTERM: step 2 given up after "), (log[-3000:], time.monotonic() - asked)
+    assert last.startswith("stopped by SIGTERM: step 2 given up after "), (log[-3000:], time.monotonic() - signalled_at)
     assert "; the same command resumes at step 1 " in last
     assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []
 
@@ -241,7 +241,7 @@ def test_a_terminal_that_closes(task, tmp_path, ignored):
 
 
 def read_until_step(terminal: int, step: Path) -> None:
-    """As a terminal does, which then closes."""
+    """Read the output until the step is saved, then close the terminal."""
     while not step.is_dir():
         os.read(terminal, 4096)
     os.close(terminal)

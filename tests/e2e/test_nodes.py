@@ -1,4 +1,4 @@
-"""Two nodes, of which one loses its processes in the middle of a run: it finishes by itself, as if nothing had been."""
+"""Two nodes, one of which loses its processes during a run: the run restarts and finishes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def undisturbed(task, tmp_path_factory) -> bytes:
     folder = tmp_path_factory.mktemp("undisturbed")
     with two_nodes() as both:
         first, second = start(both, 0, task, folder), start(both, 1, task, folder)
-        assert first.wait(timeout=300) == 0, said(folder)
-        assert second.wait() == 0, said(folder, 1)
-    assert "The job is over: this node is done." in said(folder, 1)
+        assert first.wait(timeout=300) == 0, log_text(folder)
+        assert second.wait() == 0, log_text(folder, 1)
+    assert "The job is over: this node is done." in log_text(folder, 1)
     return weights(folder)
 
 
@@ -61,14 +61,14 @@ def weights(folder: Path) -> bytes:
     return (folder / "checkpoints" / f"global_step_{STEPS}" / "actor/huggingface/model.safetensors").read_bytes()
 
 
-def said(folder: Path, node: int = 0) -> str:
+def log_text(folder: Path, node: int = 0) -> str:
     return (folder / f"node{node}.log").read_text()
 
 
 def wait_until(true: Callable[[], bool], folder: Path) -> None:
     deadline = time.monotonic() + 240
     while not true():
-        assert time.monotonic() < deadline, said(folder)[-3000:]
+        assert time.monotonic() < deadline, log_text(folder)[-3000:]
         time.sleep(0.2)
 
 
@@ -78,12 +78,12 @@ def test_a_node_that_is_lost_and_comes_again(nodes, task, tmp_path, undisturbed)
     wait_until((tmp_path / "checkpoints" / "global_step_2").is_dir, tmp_path)
     nodes.kill(1)
     lost.wait()
-    wait_until(lambda: "1 of 2 nodes: waiting for the others" in said(tmp_path), tmp_path)
+    wait_until(lambda: "1 of 2 nodes: waiting for the others" in log_text(tmp_path), tmp_path)
     second = start(nodes, 1, task, tmp_path)
-    assert first.wait(timeout=300) == 0, said(tmp_path)[-5000:]
-    assert second.wait() == 0, said(tmp_path, 1)
-    assert "restart 1 of 3" in said(tmp_path)
-    assert "node 10.77.0.2 is lost, with rank 1 of actor_rollout" in said(tmp_path)
+    assert first.wait(timeout=300) == 0, log_text(tmp_path)[-5000:]
+    assert second.wait() == 0, log_text(tmp_path, 1)
+    assert "restart 1 of 3" in log_text(tmp_path)
+    assert "node 10.77.0.2 is lost, with rank 1 of actor_rollout" in log_text(tmp_path)
     assert weights(tmp_path) == undisturbed
     assert [nodes.processes(0), nodes.processes(1)] == [[], []]
 
@@ -92,15 +92,15 @@ def test_a_node_with_a_home_of_its_own_waits_for_a_copy_of_the_token(nodes, task
     """An account without a Ray auth token: node 0 creates one, the other node names the file that it needs."""
     first, second = (start(nodes, node, task, tmp_path, home=f"home{node}") for node in (0, 1))
     token, copy = (tmp_path / f"home{node}" / ".ray" / "auth_token" for node in (0, 1))
-    wait_until(lambda: "this node has no Ray auth token" in said(tmp_path, 1), tmp_path)
-    assert str(copy) in said(tmp_path, 1)
+    wait_until(lambda: "this node has no Ray auth token" in log_text(tmp_path, 1), tmp_path)
+    assert str(copy) in log_text(tmp_path, 1)
     copy.parent.mkdir()
     shutil.copy(token, copy)
-    assert first.wait(timeout=300) == 0, said(tmp_path)[-5000:]
-    assert second.wait() == 0, said(tmp_path, 1)
+    assert first.wait(timeout=300) == 0, log_text(tmp_path)[-5000:]
+    assert second.wait() == 0, log_text(tmp_path, 1)
     assert weights(tmp_path) == undisturbed
-    assert f"Created a Ray auth token in {token}" in said(tmp_path)
-    assert token.read_text() not in said(tmp_path) + said(tmp_path, 1)
+    assert f"Created a Ray auth token in {token}" in log_text(tmp_path)
+    assert token.read_text() not in log_text(tmp_path) + log_text(tmp_path, 1)
 
 
 @pytest.mark.parametrize(("node", "process"), [(0, "gcs_server"), (1, "raylet")])
@@ -109,12 +109,12 @@ def test_rays_own_processes_on_either_node(nodes, task, tmp_path, undisturbed, n
     first, second = start(nodes, 0, task, tmp_path), start(nodes, 1, task, tmp_path)
     wait_until((tmp_path / "checkpoints" / "global_step_2").is_dir, tmp_path)
     nodes.kill(node, process)
-    assert first.wait(timeout=300) == 0, said(tmp_path)[-5000:]
-    assert second.wait() == 0, said(tmp_path, 1)
+    assert first.wait(timeout=300) == 0, log_text(tmp_path)[-5000:]
+    assert second.wait() == 0, log_text(tmp_path, 1)
     if node == 0:
-        assert "the head at 10.77.0.1:29500 is gone; waiting for it" in said(tmp_path, 1)
+        assert "the head at 10.77.0.1:29500 is gone; waiting for it" in log_text(tmp_path, 1)
     else:
-        assert "this node's Ray died: starting it again (1 of 3)" in said(tmp_path, 1)
-        assert "node 10.77.0.2 is lost, with rank 1 of actor_rollout" in said(tmp_path)
+        assert "this node's Ray died: starting it again (1 of 3)" in log_text(tmp_path, 1)
+        assert "node 10.77.0.2 is lost, with rank 1 of actor_rollout" in log_text(tmp_path)
     assert weights(tmp_path) == undisturbed
     assert [nodes.processes(0), nodes.processes(1)] == [[], []]

@@ -1,4 +1,4 @@
-"""What a run tells of itself: the samples of every phase as they are done, and the lines that users know."""
+"""Progress output of a run: the finished samples of every phase, and the lines on the console."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def test_every_phase_counts_its_samples_and_the_console_says_what_users_know(tmp
         "critic.forward_micro_batch_size_per_gpu=4",
     )
     trainer = make_trainer(run)
-    seen: dict[str, list[tuple[int, int]]] = {}
+    progress: dict[str, list[tuple[int, int]]] = {}
     tick = Progress.tick
 
     def tick_and_look(self: Progress, units: int = 1) -> None:
         tick(self, units)
         now = trainer.status.snapshot()
-        seen.setdefault(now.phase, []).append((now.done, now.units))
+        progress.setdefault(now.phase, []).append((now.done, now.units))
 
     monkeypatch.setattr(Progress, "tick", tick_and_look)
     caplog.set_level(logging.INFO, logger="verl")
@@ -41,18 +41,18 @@ def test_every_phase_counts_its_samples_and_the_console_says_what_users_know(tmp
     finally:
         close(trainer)
 
-    assert seen["old_log_prob"][-1] == (8, 8)
-    assert seen["ref"][-1] == (8, 8)
-    assert seen["compute_values"] == [(4, 8), (8, 8)]
-    assert seen["train_critic"] == [(i, 24) for i in range(1, 25)]
-    assert seen["train_actor"] == [(i, 16) for i in range(2, 17, 2)]
-    assert seen["reward"][-1] == (8, 8)
-    assert seen["validation reward"][-1] == (6, 6)
+    assert progress["old_log_prob"][-1] == (8, 8)
+    assert progress["ref"][-1] == (8, 8)
+    assert progress["compute_values"] == [(4, 8), (8, 8)]
+    assert progress["train_critic"] == [(i, 24) for i in range(1, 25)]
+    assert progress["train_actor"] == [(i, 16) for i in range(2, 17, 2)]
+    assert progress["reward"][-1] == (8, 8)
+    assert progress["validation reward"][-1] == (6, 6)
     # Responses that finish within some milliseconds are reported, and counted, together.
     for phase, rows in (("rollout", 8), ("validation rollout", 6)):
-        assert seen[phase][-1] == (rows, rows)
-        assert seen[phase] == sorted(seen[phase])
-        assert {units for _, units in seen[phase]} == {rows}
+        assert progress[phase][-1] == (rows, rows)
+        assert progress[phase] == sorted(progress[phase])
+        assert {units for _, units in progress[phase]} == {rows}
     for line in (
         "Creating Actor worker pool...",
         "Creating Rollout worker pool...",

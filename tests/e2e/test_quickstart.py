@@ -1,4 +1,4 @@
-"""The quick start: its task is what it says, its pictures are drawn; the whole of it learns (outside the CI tier)."""
+"""The quick start: its task, its figures, and (outside the CI tier) its learning curve."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_losses_are_as_frequent_in_every_split():
 
 
 def test_every_text_survives_the_tokenizer(tmp_path):
-    made = make_task(tmp_path, rows={"sft": 50, "train": 20, "val": 10})
+    files = make_task(tmp_path, rows={"sft": 50, "train": 20, "val": 10})
     tokenizer = word_tokenizer()
-    for row in pq.read_table(made["sft"]).to_pylist():
+    for row in pq.read_table(files["sft"]).to_pylist():
         for text in row.values():
             assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    train, val = (set(map(str, pq.read_table(made[name])["prompt"].to_pylist())) for name in ("train", "val"))
+    train, val = (set(map(str, pq.read_table(files[name])["prompt"].to_pylist())) for name in ("train", "val"))
     assert not train & val, "validation problems are new"
 
 

@@ -1,4 +1,4 @@
-"""Ranks without training state die, and the weights are those of the run in which none did."""
+"""Ranks without training state die; the weights are bit-identical to those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WITH_REFERENCE = ("actor_rollout_ref.actor.use_kl_loss=True", "trainer.test_freq
 
 
 class Fragile(RayPPOTrainer):
-    """Ranks of its rollout and its reference die where they are told to, once each."""
+    """Ranks of rollout and reference die once at each point in `deaths` (step: points)."""
 
     deaths: ClassVar[dict[int, tuple[str, ...]]] = {}
 
@@ -41,13 +41,13 @@ class Fragile(RayPPOTrainer):
         super().__init__(config, tokenizer, workers, *args, **kwargs)
 
     def _train_step(self, batch: Any) -> dict[str, float]:
-        for where in set(self.deaths.get(self.global_steps, ())) - {"idle", "validate"}:
-            self._arm(where)
+        for point in set(self.deaths.get(self.global_steps, ())) - {"idle", "validate"}:
+            self._arm(point)
         return super()._train_step(batch)
 
     def _compute_reward(self, batch: Any, metrics: dict[str, float] | None = None) -> Any:
         if "idle" in self.deaths.get(self.global_steps, ()):
-            os.kill(self.rollout_wg.pid()[0], signal.SIGKILL)  # the step's answers are its own
+            os.kill(self.rollout_wg.pid()[0], signal.SIGKILL)  # a rank that has already returned its responses
         return super()._compute_reward(batch, metrics)
 
     def _validate(self) -> dict[str, float]:
@@ -55,8 +55,8 @@ class Fragile(RayPPOTrainer):
             self._arm("generate")
         return super()._validate()
 
-    def _arm(self, where: str) -> None:
-        arm(self.config.actor_rollout_ref.model.path, where)
+    def _arm(self, point: str) -> None:
+        arm(self.config.actor_rollout_ref.model.path, point)
 
 
 class Disturbed(Fragile):
@@ -68,7 +68,7 @@ class DisturbedEngines(Disturbed):
 
 
 class Stream(Fragile, AsyncPPOTrainer):
-    """Answers come while it trains; it notes the processes of its replicas."""
+    """Generates during the update; `pids`: the processes of its replicas per step."""
 
     pids: ClassVar[list[list[int]]] = []
 
@@ -99,31 +99,31 @@ def run(task: dict[str, str], folder: Any, cls: type, *more: str) -> tuple[list[
     return history, load_file(next(folder.glob(saved)))
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+def assert_equal_weights(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.slow
 def test_a_rollout_rank_killed_in_generation_hand_over_and_idle_changes_no_bit(task, tmp_path, ray_cluster, caplog):
     undisturbed, expected = run(task, tmp_path / "undisturbed", Fragile)
-    disturbed, found = run(task, tmp_path / "disturbed", Disturbed)
-    assert_same(found, expected)
+    disturbed, weights = run(task, tmp_path / "disturbed", Disturbed)
+    assert_equal_weights(weights, expected)
     assert [row.get("training/generation_restarts") for row in undisturbed] == [None, None]
     # The answers of the one that died idle outlive it; the validation after the last step misses it.
     assert [row["training/generation_restarts"] for row in disturbed] == [1, 3]
-    said = [record.message for record in caplog.records if "Its group is restarted" in record.message]
-    assert "step 1: rollout rank" in said[0]
-    assert "was lost in raise_engine_error" in said[0]
-    assert "was lost in receive_weights" in said[1]
+    restarts = [record.message for record in caplog.records if "Its group is restarted" in record.message]
+    assert "step 1: rollout rank" in restarts[0]
+    assert "was lost in raise_engine_error" in restarts[0]
+    assert "was lost in receive_weights" in restarts[1]
 
 
 @pytest.mark.slow
 def test_a_replica_of_a_stream_dies_alone_and_changes_no_bit(task, tmp_path, ray_cluster):
     _, expected = run(task, tmp_path / "undisturbed", Fragile)
     stream = ("trainer.mode=async", "trainer.max_staleness=0")
-    disturbed, found = run(task, tmp_path / "disturbed", DisturbedStream, *stream)
-    assert_same(found, expected)
+    disturbed, weights = run(task, tmp_path / "disturbed", DisturbedStream, *stream)
+    assert_equal_weights(weights, expected)
     assert [row["training/generation_restarts"] for row in disturbed] == [1, 2]
     before, after = DisturbedStream.pids
     assert sum(one == other for one, other in zip(before, after, strict=True)) == 1, "the other one lives"
@@ -132,18 +132,18 @@ def test_a_replica_of_a_stream_dies_alone_and_changes_no_bit(task, tmp_path, ray
 @pytest.mark.slow
 def test_an_engine_that_dies_beside_its_rank_changes_no_bit(task, tmp_path, ray_cluster, caplog):
     _, expected = run(task, tmp_path / "undisturbed", Fragile)
-    disturbed, found = run(task, tmp_path / "disturbed", DisturbedEngines)
-    assert_same(found, expected)
+    disturbed, weights = run(task, tmp_path / "disturbed", DisturbedEngines)
+    assert_equal_weights(weights, expected)
     assert [row["training/generation_restarts"] for row in disturbed] == [1, 3]
-    said = [record.message for record in caplog.records if "Its engine is restarted" in record.message]
-    assert "step 1: rollout rank" in said[0]
-    assert len(said) == 3
+    restarts = [record.message for record in caplog.records if "Its engine is restarted" in record.message]
+    assert "step 1: rollout rank" in restarts[0]
+    assert len(restarts) == 3
 
 
 @pytest.mark.slow
 def test_deaths_in_reference_validation_and_restart_change_no_bit_either(task, tmp_path, ray_cluster):
     _, expected = run(task, tmp_path / "undisturbed", Fragile, *WITH_REFERENCE)
-    disturbed, found = run(task, tmp_path / "disturbed", DisturbedMore, *WITH_REFERENCE)
-    assert_same(found, expected)
+    disturbed, weights = run(task, tmp_path / "disturbed", DisturbedMore, *WITH_REFERENCE)
+    assert_equal_weights(weights, expected)
     assert disturbed[-1]["training/reference_restarts"] == 1
     assert disturbed[-1]["training/generation_restarts"] == 4

@@ -1,4 +1,4 @@
-"""Reward-model training over several ranks on Ray learns what one rank learns."""
+"""Reward-model training on several ranks on Ray equals training on one rank."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The project of `verl init` trains as its README says (outside the CI tier)."""
+"""The project of `verl init` trains as documented in its README (outside the CI tier)."""
 
 from __future__ import annotations
 

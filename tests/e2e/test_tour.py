@@ -1,4 +1,4 @@
-"""The tour goes all the way: what PPO learned from a trained reward model is what the served model answers."""
+"""The tour: PPO learns from a trained reward model, and the served model gives the learned responses."""
 
 import re
 import subprocess

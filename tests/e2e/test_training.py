@@ -1,4 +1,4 @@
-"""Whole runs on the in-process controller: what PPO and its relatives must obey, resuming, failing well."""
+"""Whole runs on the in-process controller: invariants of PPO and its variants, resuming, errors."""
 
 from __future__ import annotations
 
@@ -51,13 +51,15 @@ def test_the_first_update_starts_from_the_policy_that_generated(task, tmp_path):
 def test_four_steps_equal_two_and_two_resumed_bit_for_bit(task, tmp_path):
     more = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "data.train_batch_size=8")
     schedule = ("actor_rollout_ref.actor.optim.total_training_steps=12", "critic.optim.total_training_steps=12")
-    whole = run_training(overrides(task, tmp_path / "whole", *more, *schedule, "trainer.total_training_steps=4"))
+    uninterrupted = run_training(
+        overrides(task, tmp_path / "uninterrupted", *more, *schedule, "trainer.total_training_steps=4")
+    )
     first = run_training(overrides(task, tmp_path / "parts", *more, *schedule, "trainer.total_training_steps=2"))
     second = run_training(overrides(task, tmp_path / "parts", *more, *schedule, "trainer.total_training_steps=4"))
     assert [row["step"] for row in second.history] == [3, 4]
-    assert without_times(first.history)[:1] == without_times(whole.history)[:1]
-    assert without_times(second.history)[:1] == without_times(whole.history)[2:3]
-    for name, value in whole.final_weights.items():
+    assert without_times(first.history)[:1] == without_times(uninterrupted.history)[:1]
+    assert without_times(second.history)[:1] == without_times(uninterrupted.history)[2:3]
+    for name, value in uninterrupted.final_weights.items():
         assert torch.equal(value, second.final_weights[name]), name
 
 

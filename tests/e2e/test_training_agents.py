@@ -1,4 +1,4 @@
-"""Agents on Ray: loop workers and replicas of their own give what one process gives, also when one of them dies."""
+"""Agents on Ray: loop workers and separate replicas equal one process, also when one of them dies."""
 
 from __future__ import annotations
 

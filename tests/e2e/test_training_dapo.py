@@ -1,4 +1,4 @@
-"""Whole runs with dynamic sampling, a greedy baseline and the rollout's own log-probs: what they train on, resuming."""
+"""Runs with dynamic sampling, a greedy baseline and rollout log-probs: the rows they train on, resuming."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ DAPO = (
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> dict[str, str]:
-    made = make_task(tmp_path_factory.mktemp("task"))
-    Path(made["reward"]).write_text(REWARD_FILE)
-    return made
+    files = make_task(tmp_path_factory.mktemp("task"))
+    Path(files["reward"]).write_text(REWARD_FILE)
+    return files
 
 
 def without_times(history: list[dict]) -> list[dict]:
@@ -47,10 +47,10 @@ def without_times(history: list[dict]) -> list[dict]:
 class Remembering:
     """Notes the prompts of every generation batch."""
 
-    asked: list[list[str]]
+    requested: list[list[str]]
 
     def _generate_and_score(self, prompts, metrics):
-        self.asked = [*getattr(self, "asked", []), prompts.non_tensor_batch["uid"].tolist()]
+        self.requested = [*getattr(self, "requested", []), prompts.non_tensor_batch["uid"].tolist()]
         return super()._generate_and_score(prompts, metrics)
 
 
@@ -71,25 +71,27 @@ def test_only_groups_that_differ_are_trained_on(task, tmp_path):
         assert 0 < row["filter_groups/kept_share"] <= 1
         assert row["filter_groups/missing_prompts"] == 0
         assert row["actor/grad_norm"] > 0
-    assert {len(prompts) for prompts in trainer.asked} == {6}
-    assert len(trainer.asked) == sum(row["filter_groups/num_gen_batches"] for row in trainer.history)
+    assert {len(prompts) for prompts in trainer.requested} == {6}
+    assert len(trainer.requested) == sum(row["filter_groups/num_gen_batches"] for row in trainer.history)
 
 
 def test_a_run_resumed_between_two_generation_batches_goes_on_bit_for_bit(task, tmp_path):
-    """The checkpoint holds prompts that were drawn and not used: none is lost, none is asked twice."""
+    """The checkpoint holds prompts that were drawn and not used: none is lost, none is generated twice."""
     more = ("actor_rollout_ref.actor.optim.total_training_steps=8", "trainer.total_training_steps=4")
-    whole = run_training(overrides(task, tmp_path, *DAPO, *more, "trainer.save_freq=1"), trainer_cls=remembering())
+    uninterrupted = run_training(
+        overrides(task, tmp_path, *DAPO, *more, "trainer.save_freq=1"), trainer_cls=remembering()
+    )
     saved = {step: tmp_path / "checkpoints" / f"global_step_{step}" for step in (1, 2, 3)}
     with_waiting = [step for step, path in saved.items() if load_plain(path / "trainer.pt")["prompts"]["waiting"]]
     assert with_waiting, "else this shows nothing"
     step = with_waiting[-1]
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved[step]}")
     resumed = run_training(overrides(task, tmp_path / "two", *DAPO, *more, *resume), trainer_cls=remembering())
-    assert whole.asked[-len(resumed.asked) :] == resumed.asked
-    asked_before = sum(int(row["filter_groups/num_gen_batches"]) for row in whole.history[:step])
-    assert len(resumed.asked) == len(whole.asked) - asked_before
-    assert without_times(resumed.history) == without_times(whole.history[step:])
-    for name, value in whole.final_weights.items():
+    assert uninterrupted.requested[-len(resumed.requested) :] == resumed.requested
+    earlier_batches = sum(int(row["filter_groups/num_gen_batches"]) for row in uninterrupted.history[:step])
+    assert len(resumed.requested) == len(uninterrupted.requested) - earlier_batches
+    assert without_times(resumed.history) == without_times(uninterrupted.history[step:])
+    for name, value in uninterrupted.final_weights.items():
         assert torch.equal(value, resumed.final_weights[name]), name
 
 
@@ -121,16 +123,16 @@ def test_the_greedy_answer_is_the_baseline_of_its_prompt(task, tmp_path):
     )
     trainer = make_trainer(overrides(task, tmp_path, *run))
     trainer.init_workers()
-    asked: list[int] = []
+    batch_sizes: list[int] = []
     generate = trainer._generate_rows
 
     def counting(batch, validate):
-        asked.append(len(batch))
+        batch_sizes.append(len(batch))
         return generate(batch, validate)
 
     trainer._generate_rows = counting
     trainer.fit()
-    assert asked == [8 * 3], "one more answer per prompt, in the same call"
+    assert batch_sizes == [8 * 3], "one more answer per prompt, in the same call"
     batch = trainer._last_batch
     assert len(batch) == 16
     baselines = batch.batch["reward_baselines"]
@@ -172,7 +174,7 @@ def test_reinforce_has_the_gradient_of_weighed_answers_without_a_pass_for_old_lo
 
 
 @pytest.mark.parametrize(
-    ("way", "denominator"),
+    ("setting", "denominator"),
     [
         ("bypass_mode=True", "drawn"),
         ("rollout_is=token", "drawn"),
@@ -180,10 +182,10 @@ def test_reinforce_has_the_gradient_of_weighed_answers_without_a_pass_for_old_lo
         pytest.param("rollout_is=token", "full", marks=pytest.mark.slow),
     ],
 )
-def test_truncated_sampling_is_measured_and_its_log_probs_can_be_the_denominator(task, tmp_path, way, denominator):
+def test_truncated_sampling_is_measured_and_its_log_probs_can_be_the_denominator(task, tmp_path, setting, denominator):
     run = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4", "reward_model.reward_kwargs={num_processes: 0}")
     cut = ("actor_rollout_ref.rollout.top_k=8", f"algorithm.rollout_correction.denominator={denominator}")
-    short = ("trainer.total_training_steps=1", "data.val_files=[]", f"algorithm.rollout_correction.{way}")
+    short = ("trainer.total_training_steps=1", "data.val_files=[]", f"algorithm.rollout_correction.{setting}")
     trainer = run_training(overrides(task, tmp_path, *run, *cut, *short))
     (row,) = trainer.history
     assert row["rollout_corr/engine_log_prob_diff"] < 1e-4
@@ -192,7 +194,7 @@ def test_truncated_sampling_is_measured_and_its_log_probs_can_be_the_denominator
     batch = trainer._last_batch.batch
     mask, full, drawn = (batch[name] for name in ("response_mask", "rollout_log_probs", "rollout_drawn_log_probs"))
     used = {"full": full, "drawn": drawn}[denominator]
-    if way.startswith("bypass"):
+    if setting.startswith("bypass"):
         assert torch.equal(batch["old_log_probs"], used)
     else:
         assert row["rollout/mismatch_kl"] == pytest.approx(row["rollout_corr/truncation_kl"], abs=1e-3)
@@ -247,7 +249,7 @@ def test_two_ranks_on_ray_select_and_train_as_one(task, tmp_path, ray_cluster):
     alone = run_training(overrides(task, tmp_path / "one", *both))
     two = overrides(task, tmp_path / "two", *both, "trainer.n_gpus_per_node=2")
     together = run_training(two, RayWorkerGroup)
-    same = ("reward/mean", "reward/greedy/mean", "actor/loss", "actor/grad_norm", "filter_groups/kept_share")
+    equal_metrics = ("reward/mean", "reward/greedy/mean", "actor/loss", "actor/grad_norm", "filter_groups/kept_share")
     for mine, theirs in zip(alone.history, together.history, strict=True):
-        for name in same:
+        for name in equal_metrics:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name

@@ -1,4 +1,4 @@
-"""Less work and overlap change no result: old log-probs from the update, rewards while generating, dynamic batches."""
+"""Overlap changes no result: old log-probs from the update, rewards during generation, dynamic batches."""
 
 from __future__ import annotations
 

@@ -58,10 +58,10 @@ def test_ppo_with_lora_resumes_bit_for_bit_and_leaves_files_that_load(task, tmp_
     both = ("critic.model.lora_rank=4", "critic.checkpoint.save_contents=[model,optimizer,extra,hf_model]")
     schedule = ("actor_rollout_ref.actor.optim.total_training_steps=4", "critic.optim.total_training_steps=4")
     more = (*LORA, *both, *schedule)
-    whole = run_training(overrides(task, tmp_path / "whole", *more, "trainer.total_training_steps=2"))
+    uninterrupted = run_training(overrides(task, tmp_path / "uninterrupted", *more, "trainer.total_training_steps=2"))
     run_training(overrides(task, tmp_path / "parts", *more, "trainer.total_training_steps=1"))
     parts = run_training(overrides(task, tmp_path / "parts", *more, "trainer.total_training_steps=2"))
-    assert all(torch.equal(value, parts.final_weights[name]) for name, value in whole.final_weights.items())
+    assert all(torch.equal(value, parts.final_weights[name]) for name, value in uninterrupted.final_weights.items())
 
     step = tmp_path / "parts" / "checkpoints" / "global_step_2"
     merged = AutoModelForCausalLM.from_pretrained(resolve_model_path(step))

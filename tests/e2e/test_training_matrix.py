@@ -1,4 +1,4 @@
-"""Every estimator and every policy loss trains the quick start's task; four algorithms are seen to learn it (slow)."""
+"""Every estimator and policy loss trains on the quick start's task; four algorithms learn it (slow)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same runs on Ray: two ranks give one rank's results, roles in pools of their own, a reward model."""
+"""Runs on Ray: two ranks equal one rank, roles in separate pools, a reward model."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def assert_same_run(one: list[dict], other: list[dict]) -> None:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), (mine["step"], name)
 
 
-class Watched(RayPPOTrainer):
-    """Asks where it stands, over and over, while it trains."""
+class StatusRecordingTrainer(RayPPOTrainer):
+    """Records its status every 10 ms during training."""
 
-    seen: list[StatusSnapshot]
+    statuses: list[StatusSnapshot]
 
     def fit(self) -> None:
-        self.seen, over = [], threading.Event()
+        self.statuses, over = [], threading.Event()
 
-        def look() -> None:
+        def record() -> None:
             while not over.wait(0.01):
                 if hasattr(self, "status"):
-                    self.seen.append(self.status.snapshot())
+                    self.statuses.append(self.status.snapshot())
 
-        watcher = threading.Thread(target=look)
+        watcher = threading.Thread(target=record)
         watcher.start()
         try:
             super().fit()
@@ -58,8 +58,8 @@ class Watched(RayPPOTrainer):
             watcher.join()
 
 
-class Sending(RayPPOTrainer):
-    """Notes which versions of the weights cross to other processes."""
+class SyncRecordingTrainer(RayPPOTrainer):
+    """Records the versions of weights that are sent to other processes."""
 
     sent: list[int]
 
@@ -67,24 +67,26 @@ class Sending(RayPPOTrainer):
         super().init_workers()
         self.sent, send = [], self.actor_wg.send_weights
 
-        def noted(version: int):
+        def record_and_send(version: int):
             self.sent.append(version)
             return send(version)
 
-        self.actor_wg.send_weights = noted
+        self.actor_wg.send_weights = record_and_send
 
 
 def test_two_ranks_give_the_results_of_one(task, tmp_path, ray_cluster):
     """Samples, losses and gradients do not depend on the number of ranks; colocated actor, critic and reference."""
     alone = run_training(ppo(task, tmp_path / "one"))
-    together = run_training(ppo(task, tmp_path / "two", "trainer.n_gpus_per_node=2"), RayWorkerGroup, Watched)
+    together = run_training(
+        ppo(task, tmp_path / "two", "trainer.n_gpus_per_node=2"), RayWorkerGroup, StatusRecordingTrainer
+    )
     assert_same_run(alone.history, together.history)
-    # Each rank has 4 of the 8 samples, and may be seen before the other has begun.
-    counted = [now for now in together.seen if now.units]
+    # Each rank has 4 of the 8 samples, and may be recorded before the other has begun.
+    counted = [now for now in together.statuses if now.units]
     assert {now.units for now in counted} <= {4, 8}
     assert all(0 <= now.done <= now.units for now in counted)
-    known = {"rollout", "reward", "old_log_prob", "ref", "compute_values", "train_critic", "train_actor"}
-    assert {now.phase for now in counted} <= known
+    phases = {"rollout", "reward", "old_log_prob", "ref", "compute_values", "train_critic", "train_actor"}
+    assert {now.phase for now in counted} <= phases
     for phase in ("train_critic", "train_actor"):
         assert any(now.phase == phase and now.units == 8 and now.done for now in counted), phase
 
@@ -114,7 +116,7 @@ def test_rollout_actor_and_critic_in_pools_of_their_own(task, tmp_path, ray_clus
     )
     alone = run_training(ppo(task, tmp_path / "one"))
     validated = (f"data.val_files={task['val']}", "trainer.test_freq=1")
-    split = run_training(ppo(task, tmp_path / "split", *pools, *validated), RayWorkerGroup, Sending)
+    split = run_training(ppo(task, tmp_path / "split", *pools, *validated), RayWorkerGroup, SyncRecordingTrainer)
     assert_same_run(alone.history, split.history)
     assert split.sent == [0, 1, 2], "validation has them already"
     assert all(row["rollout_corr/log_prob_diff_max"] < 1e-4 for row in split.history), "the engine has the new weights"
@@ -138,7 +140,7 @@ def test_a_reward_model_with_another_template_scores_the_answers(task, tmp_path,
     assert expected_scores(judge, trainer) == pytest.approx(scores.sum(-1).tolist(), abs=1e-4)
     for name in ("rollout", "validation"):
         rows = [json.loads(line) for line in (tmp_path / name / "1.jsonl").read_text().splitlines()]
-        assert all(row["gts"].isdigit() for row in rows), "whoever scores the answer"
+        assert all(row["gts"].isdigit() for row in rows), "with every kind of scorer"
 
 
 def save_classifier(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Whole runs whose ranks share every sequence give the results of one rank: PPO with all roles, and SFT (slow)."""
+"""Runs with Ulysses sequence parallelism equal one rank: PPO with all roles, and SFT (slow)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel has everything that an installation without the checkout needs, and only the package verl."""
+"""The wheel contains every file of an installation without the checkout, and only the package verl."""
 
 from __future__ import annotations
 

@@ -97,10 +97,10 @@ def _mode(before: str, document: str) -> tuple[str, str, list[str]]:
         return kind, text, []
     words = text.split()
     slow = words[:1] == ["slow"]
-    rest = words[1:] if slow else words
-    if kind != "executed" or not words or (rest and rest[0] != "with"):
+    markers = words[1:] if slow else words
+    if kind != "executed" or not words or (markers and markers[0] != "with"):
         raise ValueError(f"{document}: unknown directive {directive[0]!r}")
-    return (SLOW if slow else EXECUTED), "", rest[1:]
+    return (SLOW if slow else EXECUTED), "", markers[1:]
 
 
 def _output(text: str, fence: re.Match[str], following: re.Match[str] | None, document: str) -> str | None:

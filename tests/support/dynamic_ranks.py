@@ -33,7 +33,7 @@ def batch():
 
 def update_with_every_batching(rank, ranks, folder):
     """Gradients, metrics and log-probs of the same rows for every batching; rank r writes `cut-<ranks>-r.pt`."""
-    mine = batch()[ROWS_BY_RANK[ranks][rank]]
+    rank_rows = batch()[ROWS_BY_RANK[ranks][rank]]
     engine = make_engine(tiny_model())
     loss = PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.01}))
     results = {}
@@ -44,12 +44,12 @@ def update_with_every_batching(rank, ranks, folder):
             passes.append(len(part))
             return loss(output, part, counts)
 
-        metrics = engine.forward_backward(mine, counting_loss, loss.outputs, 0.7, micro)
+        metrics = engine.forward_backward(rank_rows, counting_loss, loss.outputs, 0.7, micro)
         results[name] = {
             "metrics": metrics,
             "gradients": engine_gradients(engine),
             "passes": passes,
-            "inferred": engine.infer(mine, loss.outputs, 0.7, micro).batch["log_probs"],
+            "inferred": engine.infer(rank_rows, loss.outputs, 0.7, micro).batch["log_probs"],
         }
         engine._optimizer.zero_grad()
     torch.save(results, Path(folder) / f"cut-{ranks}-{rank}.pt")

@@ -46,8 +46,10 @@ class RequestEngine:
         self.unfinished.pop(request_id).set_result(output)
 
     def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
-        known = {name: self.partials[name] for name in positions if name in self.partials and name in self.unfinished}
-        return {name: tail for name, output in known.items() if (tail := _tail(output, positions[name])).token_ids}
+        partials = {
+            name: self.partials[name] for name in positions if name in self.partials and name in self.unfinished
+        }
+        return {name: tail for name, output in partials.items() if (tail := _tail(output, positions[name])).token_ids}
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
         for name in list(self.unfinished if ids is None else ids):
@@ -96,7 +98,7 @@ async def engine_client(
 ) -> AsyncIterator[EngineClient]:
     """A client of engines (AsyncEngine or rollouts) or handles in this process."""
     handles = [_handle(rollout, rank) for rank, rollout in enumerate(rollouts)]
-    keywords = {"on_lost": lambda why: None} | keywords
+    keywords = {"on_lost": lambda reason: None} | keywords
     loop = asyncio.get_running_loop()
     client = EngineClient(handles, params or SamplingParams(), max_model_len, "test", loop, **keywords)
     try:

@@ -16,13 +16,13 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout.engine_host import CollectedOutputs, EngineHost
 
 
-def arm(model_path: str, where: str) -> None:
-    """Make the next rank of this model die at the point `where`."""
-    _file(model_path, where).touch()
+def arm(model_path: str, point: str) -> None:
+    """Make the next rank of this model die at the point `point`."""
+    _file(model_path, point).touch()
 
 
-def _file(model_path: str, where: str) -> Path:
-    return Path(model_path).parent / f"die in {where}"
+def _file(model_path: str, point: str) -> Path:
+    return Path(model_path).parent / f"die in {point}"
 
 
 class FragileWorker(ActorRolloutRefWorker):
@@ -75,9 +75,9 @@ class FragileWorker(ActorRolloutRefWorker):
         self._die_if_armed("reference")
         return super().compute_ref_log_prob(data)
 
-    def _die_if_armed(self, where: str) -> None:
+    def _die_if_armed(self, point: str) -> None:
         try:
-            _file(self.config.model.path, where).unlink()
+            _file(self.config.model.path, point).unlink()
         except FileNotFoundError:
             return
         os.kill(self.pid(), signal.SIGKILL)

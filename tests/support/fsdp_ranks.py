@@ -28,45 +28,45 @@ def run_rank(rank, ranks, folder):
     folder = Path(folder)
     results = {}
     data = make_batch(rows=ROWS)
-    mine = data[ROWS_BY_RANK[rank]]
+    rank_rows = data[ROWS_BY_RANK[rank]]
     layouts = {"all": {}, "hybrid": {"fsdp_size": 1}, "padded": {"use_remove_padding": False}, "tied": {}}
     for name, changes in layouts.items():
         engine = make_engine(tiny_model(tie_word_embeddings=name == "tied"), **changes)
-        engine.forward_backward(mine, token_loss, BOTH, 0.7, MicroBatching(size=2))
+        engine.forward_backward(rank_rows, token_loss, BOTH, 0.7, MicroBatching(size=2))
         results[f"gradients-{name}"] = engine_gradients(engine)
         results[f"buckets-{name}"] = [
             {key: value.clone() for key, value in part.items()} for part in engine.buckets(None, 40_000)
         ]
-    results["inferred"] = dict(engine.infer(mine, BOTH, 0.7, MicroBatching(size=2)).batch.items())
-    results["skipped"] = skipped_step(engine, mine, rank)
-    results["no tokens"] = empty_steps(engine, mine, rank)
-    results["value"] = value_gradients(mine)
+    results["inferred"] = dict(engine.infer(rank_rows, BOTH, 0.7, MicroBatching(size=2)).batch.items())
+    results["skipped"] = skipped_step(engine, rank_rows, rank)
+    results["no tokens"] = empty_steps(engine, rank_rows, rank)
+    results["value"] = value_gradients(rank_rows)
     results["value weights"] = whole_weights(make_engine(value_model(), "value"))
-    results["second step"] = {tied: second_gradients(mine, tied) for tied in (False, True)}
+    results["second step"] = {tied: second_gradients(rank_rows, tied) for tied in (False, True)}
     values = torch.arange(3.0) + 3 * rank
     results["statistics"] = [float(part) for part in distributed_mean_max_min_std(values)]
     results["masked mean"] = float(distributed_masked_mean(values, torch.tensor([1, rank, 0])))
-    results["empty"] = dict(engine.infer(mine if rank else mine[:0], BOTH).batch.items())
+    results["empty"] = dict(engine.infer(rank_rows if rank else rank_rows[:0], BOTH).batch.items())
 
     engine = make_engine(str(folder / "model"), **CHANGES)
     engine.load(folder / "one")
-    steps(engine, mine, 2)
+    steps(engine, rank_rows, 2)
     results["loaded from one"] = whole_weights(engine)
     engine = make_engine(str(folder / "model"), **CHANGES)
-    steps(engine, mine, 2)
+    steps(engine, rank_rows, 2)
     engine.begin_save(folder / "export", ["hf_model"])
     engine.begin_save(folder / "two", ["model", "optimizer", "extra"])
     noise = torch.rand(3)
-    results["rates"] = steps(engine, mine, 2)  # while the checkpoint is copied and written
+    results["rates"] = steps(engine, rank_rows, 2)  # while the checkpoint is copied and written
     results["continued"] = whole_weights(engine)
     engine.finish_save()
     resumed = make_engine(tiny_model(seed=9), **CHANGES)
     resumed.load(folder / "two")
     results["same noise"] = torch.equal(torch.rand(3), noise)
-    results["rates again"] = steps(resumed, mine, 2)
+    results["rates again"] = steps(resumed, rank_rows, 2)
     results["continued again"] = whole_weights(resumed)
     results["failed saves"] = failed_saves(resumed, folder)
-    results["adapters"] = lora_results(mine, folder)
+    results["adapters"] = lora_results(rank_rows, folder)
     torch.save(results, folder / f"found-{rank}.pt")
 
 
@@ -119,10 +119,10 @@ def empty_steps(engine, data, rank):
     """(is empty, weights changed) of a step without trained tokens on rank 1, then on both ranks."""
     results = []
     for masked_ranks in ((1,), (0, 1)):
-        before, mine = whole_weights(engine), data.select()
+        before, rank_rows = whole_weights(engine), data.select()
         if rank in masked_ranks:
-            mine.batch["response_mask"] = torch.zeros_like(mine.batch["response_mask"])
-        engine.forward_backward(mine, token_loss, ["log_probs"])
+            rank_rows.batch["response_mask"] = torch.zeros_like(rank_rows.batch["response_mask"])
+        engine.forward_backward(rank_rows, token_loss, ["log_probs"])
         empty, after = engine.optimizer_step()["empty"], whole_weights(engine)
         results.append((empty, any(not torch.equal(before[name], after[name]) for name in before)))
     return results
@@ -140,8 +140,8 @@ def skipped_step(engine, data, rank):
     engine.forward_backward(data, nan_on_rank_1, ["log_probs"])
     metrics = engine.optimizer_step()
     after = whole_weights(engine), {key: local(value) for key, value in engine._optimizer.tensors().items()}
-    same = all(torch.equal(was[key], now[key]) for was, now in zip(before, after, strict=True) for key in was)
-    return metrics["skipped"], same, len(before[1])
+    unchanged = all(torch.equal(was[key], now[key]) for was, now in zip(before, after, strict=True) for key in was)
+    return metrics["skipped"], unchanged, len(before[1])
 
 
 def local(value):

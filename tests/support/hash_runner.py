@@ -70,11 +70,11 @@ class HashRunner:
         """Write the token's KV entry and return the resulting model state."""
         table = self._tables[slot]
         places = [(table[p // self._size], p % self._size) for p in range(position + 1)]
-        seen = [self._kv[block][offset] for block, offset in places[:-1]]
-        assert None not in seen, f"slot {slot} reads KV that was never written, before position {position}"
+        earlier = [self._kv[block][offset] for block, offset in places[:-1]]
+        assert None not in earlier, f"slot {slot} reads KV that was never written, before position {position}"
         block, offset = places[-1]
-        self._kv[block][offset] = entry = hash((self.weights, token, position, *seen))
-        return hash((*seen, entry))
+        self._kv[block][offset] = entry = hash((self.weights, token, position, *earlier))
+        return hash((*earlier, entry))
 
     def _check(self, plan: StepPlan) -> None:
         tokens = sum(len(prefill.token_ids) for prefill in plan.prefills) + len(plan.decode_slots)

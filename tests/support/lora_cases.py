@@ -63,26 +63,26 @@ def train_steps(engine: Any, data: DataProto, count: int, outputs: tuple[str, ..
         engine.optimizer_step()
 
 
-def lora_results(mine: DataProto, folder: Path) -> dict[str, Any]:
-    """Results of this rank for its rows `mine`, to be compared with one rank and with peft."""
+def lora_results(rank_rows: DataProto, folder: Path) -> dict[str, Any]:
+    """Results of this rank for its rows `rank_rows`, to be compared with one rank and with peft."""
     results: dict[str, Any] = {}
     engine = lora_engine(str(folder / "model"))
     results["started"] = adapter_values(engine)
     perturb_lora_b(engine)
-    engine.forward_backward(mine, token_loss, ("log_probs", "entropy"), 0.7)
+    engine.forward_backward(rank_rows, token_loss, ("log_probs", "entropy"), 0.7)
     results["gradients"] = engine_gradients(engine)
 
     engine = lora_engine(str(folder / "model"))
     engine.load(folder / "lora-one")
-    train_steps(engine, mine, 2)
+    train_steps(engine, rank_rows, 2)
     results["continued"] = whole_weights(engine)
-    results["trained"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
+    results["trained"] = engine.infer(rank_rows, ["log_probs"]).batch["log_probs"]
     with engine.base_weights():
-        results["reference"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
+        results["reference"] = engine.infer(rank_rows, ["log_probs"]).batch["log_probs"]
     engine.save(folder / "lora-two")
     engine.export_hf(folder / "lora-merged")
     # Frozen weights in bfloat16 and adapters in float32 are gathered together.
     engine = lora_engine(str(folder / "model"), mixed_precision="bf16")
-    train_steps(engine, mine, 1)
-    results["mixed"] = engine.infer(mine, ["log_probs"]).batch["log_probs"]
+    train_steps(engine, rank_rows, 1)
+    results["mixed"] = engine.infer(rank_rows, ["log_probs"]).batch["log_probs"]
     return results

@@ -134,7 +134,7 @@ def _number(value: int) -> bytes:
 def memory_archives() -> dict[str, bytes]:
     """By technique: files of `torch.save` that are small, and large once they are read."""
     huge = 500_000_000
-    many = b"".join(_global("torch", f"a{number}") for number in range(200_000))
+    imports = b"".join(_global("torch", f"a{number}") for number in range(200_000))
     return {
         "compressed storage": _bomb(torch_pickle((huge,), (1,), huge), "data/0"),
         "compressed pickle": _bomb(None, "data.pkl"),
@@ -148,7 +148,7 @@ def memory_archives() -> dict[str, bytes]:
         "copies of text": zip_of(_copied_text()),
         "long number": zip_of(P2 + b"\x8b" + struct.pack("<I", 2**31 - 1) + b"1" * 100 + b"."),
         "long bytes": zip_of(b"\x80\x04\x8e" + struct.pack("<Q", 2**34) + b"1" * 100 + b"."),
-        "many classes": zip_of(P2 + b"(" + many + b"t."),
+        "many classes": zip_of(P2 + b"(" + imports + b"t."),
         "nested tuples": zip_of(P2 + b"})" + b"\x85" * 3_000_000 + b"Ns."),
     }
 

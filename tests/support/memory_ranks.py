@@ -18,20 +18,20 @@ ODD = {"vocab_size": 265, "intermediate_size": 129}
 
 def run_rank(rank: int, ranks: int, folder: str) -> None:
     results = {}
-    mine = make_batch(rows=5)[ROWS_BY_RANK[rank]]
+    rank_rows = make_batch(rows=5)[ROWS_BY_RANK[rank]]
     for prefetch in (False, True):
         engine = make_engine(tiny_model(**ODD), forward_prefetch=prefetch)
-        engine.forward_backward(mine, token_loss, ["log_probs"], micro=MicroBatching(size=1))
+        engine.forward_backward(rank_rows, token_loss, ["log_probs"], micro=MicroBatching(size=1))
         results[f"prefetch-{prefetch}"] = engine_gradients(engine)
-    results["offloaded"] = offloaded_steps(mine)
+    results["offloaded"] = offloaded_steps(rank_rows)
     engine = make_engine(tiny_model(**ODD), grad_offload=True)
-    engine.forward_backward(mine, token_loss, ["log_probs"], micro=MicroBatching(size=1))
+    engine.forward_backward(rank_rows, token_loss, ["log_probs"], micro=MicroBatching(size=1))
     results["waiting"] = len(engine._memory._gradients._offloaded)
     engine._memory.wait_ready()
     results["grad_offload"] = engine_gradients(engine)
     engine = make_engine(tiny_model(), state_dtype="bf16", fsdp_size=1)
     for _ in range(3):
-        engine.forward_backward(mine, token_loss, ["log_probs"])
+        engine.forward_backward(rank_rows, token_loss, ["log_probs"])
         engine.optimizer_step()
     results["replica"] = [local_shard(value).clone() for value in engine.model.parameters()]
     torch.save(results, Path(folder) / f"found-{rank}.pt")

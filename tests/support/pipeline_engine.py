@@ -37,10 +37,12 @@ class PipelineEngine:
         self.hf: Any = pretrained_model(path, read_config(path), kind).float()
         self.embedding = self.hf.base_model.get_input_embeddings()
         self.owner = {name: FIRST if "embed_tokens" in name else LAST for name in self.hf.state_dict()}
-        self.own = {name: value for name, value in self.hf.named_parameters() if self.owner[name] == self.stage}
+        self.stage_parameters = {
+            name: value for name, value in self.hf.named_parameters() if self.owner[name] == self.stage
+        }
         if optim is not None:
             rates = {"lr": optim.lr, "eps": optim.eps, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay}
-            self.adamw = torch.optim.AdamW(self.own.values(), **rates)
+            self.adamw = torch.optim.AdamW(self.stage_parameters.values(), **rates)
 
     def forward_backward(self, data, loss_fn, outputs, temperature=1.0, micro=None, counts=None):
         counts, sums = counts or local_counts(data), MetricSums()
@@ -60,10 +62,10 @@ class PipelineEngine:
         return sums.result()
 
     def optimizer_step(self):
-        squares = sum((value.grad**2).sum() for value in self.own.values()).reshape(1)
+        squares = sum((value.grad**2).sum() for value in self.stage_parameters.values()).reshape(1)
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
-        for value in self.own.values():
+        for value in self.stage_parameters.values():
             value.grad *= min(1.0, self.grad_clip / (norm + 1e-6))
         self.adamw.step()
         self.adamw.zero_grad()
@@ -98,8 +100,8 @@ class PipelineEngine:
                 value.to(dtype).clone() if self.owner[name] == self.stage else torch.empty(value.shape, dtype=dtype)
             )
             dist.broadcast(tensor, self.owner[name])
-            mine = range(len(tensor)) if requested is None else requested[self.stage].get(name, range(0))
-            yield {TensorSlice(name, mine.start, mine.stop): tensor[mine.start : mine.stop]} if mine else {}
+            rows = range(len(tensor)) if requested is None else requested[self.stage].get(name, range(0))
+            yield {TensorSlice(name, rows.start, rows.stop): tensor[rows.start : rows.stop]} if rows else {}
 
     def to(self, device, model=True, optimizer=True):
         pass
@@ -113,7 +115,7 @@ class PipelineEngine:
 
     def begin_save(self, path, contents):
         Path(path).mkdir(parents=True, exist_ok=True)
-        torch.save([self.own, self.adamw.state_dict()], Path(path) / f"stage-{self.stage}.pt")
+        torch.save([self.stage_parameters, self.adamw.state_dict()], Path(path) / f"stage-{self.stage}.pt")
 
     def finish_save(self):
         pass
@@ -122,7 +124,7 @@ class PipelineEngine:
         weights, moments = torch.load(Path(path) / f"stage-{self.stage}.pt", weights_only=False)
         with torch.no_grad():
             for name, value in weights.items():
-                self.own[name].copy_(value)
+                self.stage_parameters[name].copy_(value)
         self.adamw.load_state_dict(moments)
 
     def _rows(self, part):

@@ -69,9 +69,9 @@ class ScriptedEngine:
         with self._lock:
             for request in requests:
                 known = request.resume_from or Output()
-                whole = expected_tokens(request.params.key, request.params.max_new_tokens)
-                assert known.token_ids == whole[: len(known.token_ids)], "resumed from tokens of another response"
-                assert len(known.token_ids) < len(whole), "resumed from a complete response"
+                expected = expected_tokens(request.params.key, request.params.max_new_tokens)
+                assert known.token_ids == expected[: len(known.token_ids)], "resumed from tokens of another response"
+                assert len(known.token_ids) < len(expected), "resumed from a complete response"
                 output = Output(list(known.token_ids), list(known.log_probs), list(known.versions))
                 self.resumed_tokens += len(known.token_ids)
                 self.requests.append(request.id.partition("#")[0])

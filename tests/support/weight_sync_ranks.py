@@ -45,72 +45,72 @@ def run_rank(rank: int, ranks: int, folder: str, kind: str) -> None:
     """Request some rows, all rows on every rank, all rows on one rank, and sync to colocated engines."""
     changes: dict[str, Any] = {"hybrid": {"fsdp_size": 2}, "adapters": {"lora_rank": 4}}.get(kind, {})
     engine = make_engine(tiny_model(**SIZES[kind]), **changes)
-    whole = whole_weights(engine)
-    uneven: list[dict[str, range]] = [uneven_rows(whole, other) for other in range(ranks - 1)]
+    weights = whole_weights(engine)
+    uneven: list[dict[str, range]] = [uneven_rows(weights, other) for other in range(ranks - 1)]
     requests: dict[str, list[dict[str, range]]] = {
         "rows": [*uneven, {}],
-        "all": [{name: range(len(tensor)) for name, tensor in whole.items()}] * ranks,
-        "one": [{name: range(len(tensor)) for name, tensor in whole.items()}, *[{}] * (ranks - 1)],
+        "all": [{name: range(len(tensor)) for name, tensor in weights.items()}] * ranks,
+        "one": [{name: range(len(tensor)) for name, tensor in weights.items()}, *[{}] * (ranks - 1)],
     }
     results = {
-        name: check_rows(whole, [*engine.buckets(torch.bfloat16, LIMIT, wanted)], wanted[rank])
+        name: check_rows(weights, [*engine.buckets(torch.bfloat16, LIMIT, wanted)], wanted[rank])
         for name, wanted in requests.items()
     }
     if kind == "plain":
-        results["tensor parallel"] = sync_to_tensor_parallel(engine, whole, f"{folder}/model", rank, ranks)
+        results["tensor parallel"] = sync_to_tensor_parallel(engine, weights, f"{folder}/model", rank, ranks)
         results["hosted"] = sync_to_process(engine, f"{folder}/model", rank, ranks)
     torch.save(results, Path(folder) / f"weight-sync-{rank}.pt")
 
 
-def check_rows(whole: dict[str, torch.Tensor], buckets: list[Any], wanted: dict[str, range]) -> dict[str, Any]:
+def check_rows(weights: dict[str, torch.Tensor], buckets: list[Any], wanted: dict[str, range]) -> dict[str, Any]:
     """Whether exactly the requested rows arrived, and their sizes."""
-    seen: dict[str, list[int]] = {}
+    received: dict[str, list[int]] = {}
     right, largest = True, 0
     for bucket in buckets:
         largest = max(largest, sum(tensor.nbytes for tensor in bucket.values()))
         for key, tensor in bucket.items():
             name = key if isinstance(key, str) else key.name
             rows = slice(0, None) if isinstance(key, str) else slice(key.start, key.stop)
-            right &= torch.equal(tensor.cpu(), whole[name][rows].to(torch.bfloat16))
-            seen.setdefault(name, []).extend(range(len(whole[name]))[rows])
-    complete = {name: sorted(rows) for name, rows in seen.items()} == {
+            right &= torch.equal(tensor.cpu(), weights[name][rows].to(torch.bfloat16))
+            received.setdefault(name, []).extend(range(len(weights[name]))[rows])
+    complete = {name: sorted(rows) for name, rows in received.items()} == {
         n: list(rows) for n, rows in wanted.items() if rows
     }
     slices = sum(isinstance(key, TensorSlice) for bucket in buckets for key in bucket)
     return {"right": right, "complete": complete, "largest": largest, "slices": slices}
 
 
-def mismatch_error(rollout: Any, whole: dict[str, torch.Tensor], name: str, rank: int) -> str:
+def mismatch_error(rollout: Any, weights: dict[str, torch.Tensor], name: str, rank: int) -> str:
     """The error of an update after which the last rank's copy of a weight is corrupted."""
     rollout.begin_update(4, None)
-    rollout.load_bucket(whole)
+    rollout.load_bucket(weights)
     rollout.weights[name].add_(rank)
     try:
-        rollout.finish_update(fingerprints(whole, rollout.weight_dtype))
+        rollout.finish_update(fingerprints(weights, rollout.weight_dtype))
     except WeightMismatchError as error:
         return str(error)
     return ""
 
 
 def sync_to_tensor_parallel(
-    engine: Any, whole: dict[str, torch.Tensor], path: str, rank: int, ranks: int
+    engine: Any, weights: dict[str, torch.Tensor], path: str, rank: int, ranks: int
 ) -> dict[str, Any]:
     """Sync to a tensor-parallel engine of all ranks; weights are checked by fingerprints, and some directly."""
     rollout = make_rollout(path, tensor_model_parallel_size=ranks)
     stats = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT).sync(3)
-    own = {name: whole[name][rows.start : rows.stop] for name, rows in rollout.requested_rows().items()}
+    own = {name: weights[name][rows.start : rows.stop] for name, rows in rollout.requested_rows().items()}
     same = [
         torch.equal(rollout.weights[name], rows)
         for name, rows in own.items()
         if rollout.weights[name].shape == rows.shape
     ]
     results = {"version": rollout.version, "same": all(same), "compared": len(same), "bytes": stats.bytes}
-    results["changed"] = mismatch_error(rollout, whole, "model.norm.weight", rank)
+    results["changed"] = mismatch_error(rollout, weights, "model.norm.weight", rank)
     rollout.close()
     return results
 
 
-class WholeEngine(NativeRollout):
+class UnshardedEngine(NativeRollout):
     """Stands for an engine of several ranks in its own process, which accepts unsharded tensors only."""
 
     def __init__(self, model_path: str, model_config: ModelConfig, config: RolloutConfig, device: Any) -> None:
@@ -122,7 +122,7 @@ class WholeEngine(NativeRollout):
 
 def sync_to_process(engine: Any, path: str, rank: int, ranks: int) -> dict[str, Any]:
     """Sync to an engine process that the first rank has started for all; it is killed before the first sync."""
-    ROLLOUTS["native"] = replace(ROLLOUTS["native"], import_path=f"{__name__}:WholeEngine", package="torch")
+    ROLLOUTS["native"] = replace(ROLLOUTS["native"], import_path=f"{__name__}:UnshardedEngine", package="torch")
     config = as_config(RolloutConfig, {"load_format": "dummy", "tensor_model_parallel_size": ranks})
     rollout = open_rollout(path, as_config(ModelConfig, {"path": path}), config, "cpu")
     transfer, errors = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT), []

@@ -168,11 +168,11 @@ class CollectiveWorker(Worker):
         return data
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def collective_without(self, absent: int, how: str) -> None:
+    def collective_without(self, absent: int, failure: str) -> None:
         """All ranks but one wait in a collective; that one dies or raises."""
         if self.rank == absent:
             time.sleep(0.5)
-            if how == "die":
+            if failure == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("this rank fails")
         dist.all_reduce(torch.ones(1))

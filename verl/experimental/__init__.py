@@ -1,1 +1,1 @@
-"""Names that users' code imports from here; the work lives elsewhere."""
+"""Aliases of names that users' code imports from here."""

@@ -53,20 +53,20 @@ def readable_paths(extra: Iterable[str], temporary: str) -> list[str]:
     return paths
 
 
-def devices(accounted: bool) -> tuple[str, ...]:
-    """Return the devices of a program. `accounted`: a cgroup counts its memory.
+def devices(has_cgroup: bool) -> tuple[str, ...]:
+    """Return the devices of a program. `has_cgroup`: a cgroup counts its memory.
 
     Without a cgroup, /dev/zero is left out: a mapping of it is shared memory that is not counted.
     """
-    return DEVICES if accounted else tuple(path for path in DEVICES if path != _ZERO)
+    return DEVICES if has_cgroup else tuple(path for path in DEVICES if path != _ZERO)
 
 
-def enter_new_root(paths: Sequence[str], accounted: bool) -> None:
+def enter_new_root(paths: Sequence[str], has_cgroup: bool) -> None:
     """Move this process, which has its own mount namespace, into a new root that contains only `paths`."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     # Opened before the new root is mounted over /tmp, where a Python environment may be.
-    opened = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (*paths, *devices(accounted), "/proc")}
-    if not accounted:
+    opened = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (*paths, *devices(has_cgroup), "/proc")}
+    if not has_cgroup:
         opened[_ZERO] = os.open("/dev/full", os.O_PATH)  # reads as zeros, too, and cannot be mapped
     links = {path: os.readlink(path) for path in opened if os.path.islink(path)}
     folders = {path for path in opened if os.path.isdir(path)}

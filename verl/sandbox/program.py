@@ -42,7 +42,7 @@ class Confinement:
     own_user: bool
     paths: tuple[str, ...]
     folder: str = filesystem.WORK
-    accounted: bool = False  # a cgroup counts memory and processes
+    has_cgroup: bool = False  # a cgroup counts memory and processes
     capability: int | None = None  # to read an interpreter that only root may read; Landlock restricts the rest
 
     @property
@@ -66,11 +66,11 @@ class Confinement:
         if self.landlock and self.namespaces:
             linux.landlock_restrict(["/"], ["/tmp", "/dev/shm"], filesystem.DEVICES)
         elif self.landlock:
-            linux.landlock_restrict(self.paths, [self.folder], filesystem.devices(self.accounted))
+            linux.landlock_restrict(self.paths, [self.folder], filesystem.devices(self.has_cgroup))
         if self.seccomp:
             signals_confined = self.namespaces or self.landlock >= 6
             signal_target = None if signals_confined else os.getpid()
-            seccomp.install_filter(self.namespaces, signal_target, self.can_access_user_files, self.accounted)
+            seccomp.install_filter(self.namespaces, signal_target, self.can_access_user_files, self.has_cgroup)
 
 
 # -- init --------------------------------------------------------------------------------------------------------

@@ -113,15 +113,15 @@ Instruction = tuple[int, int, int, int]
 
 
 def install_filter(
-    namespaces: bool, signal_target: int | None = None, user_files: bool = False, accounted: bool = False
+    namespaces: bool, signal_target: int | None = None, user_files: bool = False, has_cgroup: bool = False
 ) -> None:
     """Install the filter of a sandboxed program."""
-    _install(build_filter(namespaces, signal_target, user_files, accounted))
+    _install(build_filter(namespaces, signal_target, user_files, has_cgroup))
 
 
 @functools.cache
 def build_filter(
-    namespaces: bool, signal_target: int | None = None, user_files: bool = False, accounted: bool = False
+    namespaces: bool, signal_target: int | None = None, user_files: bool = False, has_cgroup: bool = False
 ) -> bytes:
     """Assemble the filter of a sandboxed program.
 
@@ -130,7 +130,7 @@ def build_filter(
     `signal_target`: nothing else prevents signals to other processes of this user, so only this process (the program
     itself) and its group may be signalled. `user_files`: the program runs as the owner of files outside its folder;
     changes of modes and times then have no effect and appear to succeed, because tools that copy files need that.
-    `accounted`: a cgroup counts its memory; otherwise memory that the supervisor cannot count is refused, too.
+    `has_cgroup`: a cgroup counts its memory; otherwise memory that the supervisor cannot count is refused, too.
     """
     rules = [_refuse(name, errno.ENOSYS if name.startswith(_NOT_IMPLEMENTED) else errno.EPERM) for name in _REFUSED]
     rules.append(_refuse("clone3", errno.ENOSYS))  # a filter cannot read its flags; libraries fall back to clone
@@ -144,7 +144,7 @@ def build_filter(
     if not namespaces:
         options += [PR_SET_PDEATHSIG, PR_SET_DUMPABLE]
     rules.append(_refuse_values("prctl", options))
-    if not accounted:
+    if not has_cgroup:
         rules.append(_refuse_uncounted_mappings())
     if not namespaces:
         # A deleted file that is in transit between two sockets appears in no folder and no process.

@@ -69,7 +69,7 @@ def main(control_fd: int) -> None:
         if cgroups is not None and confinement.can_leave_cgroup:
             cgroups.close()
             cgroups, reason = None, ["no cgroup (programs run as its owner, and only namespaces or Landlock hide it)"]
-            confinement = replace(confinement, accounted=False)
+            confinement = replace(confinement, has_cgroup=False)
         header = {
             "namespaces": confinement.namespaces,
             "landlock": confinement.landlock,
@@ -83,7 +83,7 @@ def main(control_fd: int) -> None:
             if confinement.seccomp:
                 # Cached here, inherited by all runs.
                 seccomp.build_filter(
-                    confinement.namespaces, None, confinement.can_access_user_files, confinement.accounted
+                    confinement.namespaces, None, confinement.can_access_user_files, confinement.has_cgroup
                 )
             _Zygote(control, parent, confinement, cgroups).serve()
     finally:
@@ -116,10 +116,11 @@ def _enter_cgroup(cgroups: CgroupParent) -> None:
     run.out_of_memory()
 
 
-def _probe_isolation(paths: tuple[str, ...], accounted: bool) -> tuple[Confinement, list[str]]:
+def _probe_isolation(paths: tuple[str, ...], has_cgroup: bool) -> tuple[Confinement, list[str]]:
     """Try every kernel feature in a fork; return what runs can use and a description of each missing feature.
 
-    If namespaces work, this process enters the new root of the runs. `accounted`: a cgroup counts memory and processes.
+    If namespaces work, this process enters the new root of the runs. `has_cgroup`: a cgroup counts memory and
+    processes.
     """
     missing = []
     plain = Confinement(
@@ -128,7 +129,7 @@ def _probe_isolation(paths: tuple[str, ...], accounted: bool) -> tuple[Confineme
         seccomp=False,
         own_user=False,
         paths=paths,
-        accounted=accounted,
+        has_cgroup=has_cgroup,
     )
     seccomp_problem = _try_in_fork(lambda: seccomp.install_filter(True))
     if seccomp_problem is not None:
@@ -140,14 +141,14 @@ def _probe_isolation(paths: tuple[str, ...], accounted: bool) -> tuple[Confineme
     own_user = is_root and _try_in_fork(lambda: linux.become_user(_FIRST_USER)) is None
     if is_root and not own_user:
         missing.append("root cannot become another user here, so programs run as root")
-    namespace_problem = _try_in_fork(lambda: _enter_all(paths, own_user, accounted))
+    namespace_problem = _try_in_fork(lambda: _enter_all(paths, own_user, has_cgroup))
     if namespace_problem is None:
-        _enter_root(paths, accounted)
+        _enter_root(paths, has_cgroup)
         return replace(plain, namespaces=True, own_user=own_user or _counts_by_namespace()), missing
-    if own_user and _try_in_fork(lambda: _enter_all_as_user(paths, accounted)) is None:
+    if own_user and _try_in_fork(lambda: _enter_all_as_user(paths, has_cgroup)) is None:
         # In some containers root may not mount, but another user may in a new user namespace.
         linux.become_user(_FIRST_USER)
-        _enter_root(paths, accounted)
+        _enter_root(paths, has_cgroup)
         return replace(plain, namespaces=True, own_user=_counts_by_namespace()), missing
     missing.insert(0, f"no namespaces ({namespace_problem})")
     confined = replace(plain, own_user=own_user)
@@ -195,9 +196,9 @@ def _try_in_fork(action: Callable[[], object]) -> str | None:
     return problem or (f"the fork ended with exit code {os.waitstatus_to_exitcode(status)}" if status else None)
 
 
-def _enter_all(paths: tuple[str, ...], own_user: bool, accounted: bool) -> None:
+def _enter_all(paths: tuple[str, ...], own_user: bool, has_cgroup: bool) -> None:
     """Enter the root and the namespaces as a run does; OSError if that is not possible."""
-    _enter_root(paths, accounted)
+    _enter_root(paths, has_cgroup)
     _enter_namespaces(paths, _FIRST_USER if own_user else None)
     child = os.fork()
     if child == 0:
@@ -206,18 +207,18 @@ def _enter_all(paths: tuple[str, ...], own_user: bool, accounted: bool) -> None:
         raise OSError("no /proc of its own")
 
 
-def _enter_all_as_user(paths: tuple[str, ...], accounted: bool) -> None:
+def _enter_all_as_user(paths: tuple[str, ...], has_cgroup: bool) -> None:
     linux.become_user(_FIRST_USER)
-    _enter_all(paths, False, accounted)
+    _enter_all(paths, False, has_cgroup)
 
 
-def _enter_root(paths: tuple[str, ...], accounted: bool) -> None:
+def _enter_root(paths: tuple[str, ...], has_cgroup: bool) -> None:
     """Enter a mount namespace whose root contains only what programs may see; runs copy it."""
     user, group = os.geteuid(), os.getegid()
     linux.unshare(linux.CLONE_NEWNS | (linux.CLONE_NEWUSER if user else 0))
     if user:
         linux.map_user(user, user, group)
-    filesystem.enter_new_root(paths, accounted)
+    filesystem.enter_new_root(paths, has_cgroup)
 
 
 def _enter_namespaces(paths: tuple[str, ...], user: int | None) -> None:

@@ -1,1 +1,1 @@
-"""Faces of `verl.utils.dataset`."""
+"""Alias of names in `verl.utils.dataset`."""

@@ -1,4 +1,4 @@
-"""Face of `verl.utils.dataset.sampler`."""
+"""Alias of names in `verl.utils.dataset.sampler`."""
 
 from verl.utils.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 

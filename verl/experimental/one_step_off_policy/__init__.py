@@ -1,1 +1,1 @@
-"""Face of `verl.trainer.asynchronous`."""
+"""Alias of a program of `verl.trainer.asynchronous`."""

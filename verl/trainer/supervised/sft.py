@@ -181,11 +181,11 @@ class GenerativeValidation:
         Some samples are logged, all are recorded.
         """
         try:
-            group.begin_answers(step)
-            output = group.answer(self._batch())
+            group.resume_rollout(step)
+            output = group.generate(self._batch())
         finally:
-            group.end_answers()
-        texts = self._tokenizer.batch_decode(list(output.non_tensor_batch["answer"]), skip_special_tokens=True)
+            group.release_rollout()
+        texts = self._tokenizer.batch_decode(list(output.non_tensor_batch["response_ids"]), skip_special_tokens=True)
         val_n = self._config.data.val_n
         samples = [self._sample(index // val_n, text) for index, text in enumerate(texts)]
         scores = score_samples(self._config, samples)
@@ -201,7 +201,7 @@ class GenerativeValidation:
             "answer": texts,
             "gts": [sample.ground_truth for sample in samples],
             "sample_index": [index % val_n for index in range(len(texts))],
-            "length": [len(ids) for ids in output.non_tensor_batch["answer"]],
+            "length": [len(ids) for ids in output.non_tensor_batch["response_ids"]],
             "correct": sample_correctness(columns, scores_are_continuous=False),
         }
         settings = recorder.settings

@@ -161,8 +161,8 @@ class SFTWorker(SupervisedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     @phase_memory("sft_answers")
-    def begin_answers(self, version: int) -> None:
-        """Start or resume the rollout engine and sync the current weights, before calls of `answer`."""
+    def resume_rollout(self, version: int) -> None:
+        """Start or resume the rollout engine and sync the current weights, before calls of `generate`."""
         if self._rollout is None:
             config = self.config
             # RolloutConfig does not allow temperature 0; requests override it.
@@ -180,27 +180,27 @@ class SFTWorker(SupervisedWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
     @phase_memory("sft_answers")
-    def answer(self, data: DataProto) -> DataProto:
-        """Generate one response per row and return its token ids in the column `answer`. Call it between
-        `begin_answers` and `end_answers`."""
+    def generate(self, data: DataProto) -> DataProto:
+        """Generate one response per row and return its token ids in the column `response_ids`. Call it between
+        `resume_rollout` and `release_rollout`."""
         if not self.engine.collects:
             return DataProto()
         host = EngineHost(self._rollout)
         generated = host.generate_batch(data, {"temperature": self.config.rollout.temperature}).batch
         pairs = zip(generated["responses"], generated["response_mask"].bool(), strict=True)
-        return DataProto.from_dict({}, {"answer": object_array([ids[mask].tolist() for ids, mask in pairs])})
+        return DataProto.from_dict({}, {"response_ids": object_array([ids[mask].tolist() for ids, mask in pairs])})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def end_answers(self) -> None:
+    def release_rollout(self) -> None:
         """Release the memory of the rollout engine for training."""
         if self._rollout is not None:
             self._rollout.release()
 
 
 TOKENS = ("input_ids", "attention_mask")
-PAIRS_COLUMN = "compared"
+PAIRS_COLUMN = "pairs"
 """Column [rows, max pairs, 4]: `INDEX_COLUMN` of the rejected response (-1: no pair), preference, margin, weight."""
-GRADIENT_COLUMN = "slopes"
+GRADIENT_COLUMN = "score_gradients"
 """Column [rows]: derivative of the step's loss by each score, from pairs that are not in `PAIRS_COLUMN`."""
 
 
