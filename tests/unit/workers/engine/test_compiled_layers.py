@@ -16,7 +16,8 @@ from torch import nn
 
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
 from tests.support.tiny import tiny_model
-from verl.models import attention
+from tests.unit.models.test_tree_attention import exact_backward, exact_forward
+from verl.models import attention, tree_kernel
 from verl.models.loading import outermost_layers
 from verl.models.shared_prefixes import TreePacking
 from verl.protocol import DataProto
@@ -110,14 +111,16 @@ def kernels(monkeypatch):
 
     initialise = TreePacking.__init__
 
-    def with_path_keys(self: TreePacking, *args: Any, **kwargs: Any) -> None:
+    def with_arguments(self: TreePacking, *args: Any, **kwargs: Any) -> None:
         initialise(self, *args, **kwargs)
-        self.path_keys = self._path_keys()
+        self.kernel_arguments = self._kernel_arguments()
 
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
+    monkeypatch.setattr(tree_kernel, "kernel_forward", exact_forward)
+    monkeypatch.setattr(tree_kernel, "kernel_backward", exact_backward)
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
-    monkeypatch.setattr(TreePacking, "__init__", with_path_keys)
+    monkeypatch.setattr(TreePacking, "__init__", with_arguments)
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
     torch._dynamo.reset()
     yield
@@ -141,7 +144,7 @@ def batch(step: int, rows: int, group: int) -> DataProto:
 def test_no_pass_after_the_first_steps_compiles_again(sharing, checkpointing, kernels):
     """Among them passes of one sequence, and with shared prefixes micro-batches without any."""
     engine = make_engine(tiny_model(), enable_gradient_checkpointing=checkpointing)
-    engine.prefix_sharing, engine._compiled = PrefixSharing(sharing, engine._cost, compiled=True), True
+    engine.prefix_sharing = PrefixSharing(sharing, engine._cost, compiled=True)
     compile_each_layer(outermost_layers(engine.model.hf))
     dice, before, graphs = random.Random(7), compiled_graphs(), []
     for step in range(STEPS):

@@ -17,8 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from verl.config.engine import OptimConfig
 from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS
 from verl.models.loading import ModelKind, disable_dropout, read_config
-from verl.models.packing import Packing
-from verl.models.shared_prefixes import TreePacking
 from verl.protocol import DataProto
 from verl.utils.balancing import SequenceCost
 from verl.utils.device import copy_to_device
@@ -358,20 +356,6 @@ def _code_for_all_sizes() -> dict[str, bool]:
     if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
         return {"triton.mix_order_reduction_non_strict_mode": True}  # in passes of all sizes
     return {"triton.mix_order_reduction": False} if hasattr(config.triton, "mix_order_reduction") else {}
-
-
-def mark_sizes_independent(packing: Packing) -> None:
-    """Compile layers for any sizes of the packing's tensors. By default, code that is compiled for tensors of equal
-    size is only valid where their sizes are equal."""
-    from torch._dynamo import maybe_mark_dynamic
-
-    tensors = [packing.cu_seqlens]
-    if isinstance(packing, TreePacking):
-        for part in (packing.path_keys, packing.nodes_by_prefix):
-            if part is not None:
-                tensors += [value for value in (*part, *part.seqlens) if isinstance(value, torch.Tensor)]
-    for tensor in tensors:
-        maybe_mark_dynamic(tensor, 0)
 
 
 def compiled_graphs() -> int:

@@ -31,7 +31,6 @@ from verl.workers.engine.common.base_engine import (
     ModelPass,
     compile_each_layer,
     explain_compile_errors,
-    mark_sizes_independent,
 )
 from verl.workers.engine.common.checkpoint_compatibility import model_info
 from verl.workers.engine.common.micro_batches import micro_batches, with_last
@@ -255,11 +254,8 @@ class FSDPEngine(BaseTrainEngine):
             rows = sequence_parallel_rows(rows, self._sharing)
         if self._routers is not None:
             self._routers.begin(part, rows.packing, filler, run.record_routing)
-        rows = rows.to(self.device)
-        if self._compiled:
-            mark_sizes_independent(rows.packing)
         with explain_compile_errors(self._compiled, type(self.model.hf).__name__):
-            return self.model(rows, run.fields, shape, run.temperature, run.top_k)
+            return self.model(rows.to(self.device), run.fields, shape, run.temperature, run.top_k)
 
 
 # ---------------------------------------------------------------- router replay
