@@ -28,7 +28,8 @@ def tree_kernel(
     `left`: window before a query, -1 without."""
     tree = TreeArguments(index, starts, sizes).parts()
     if left >= 0 or not tree.merges:
-        key, value = (part.index_select(0, tree.path_keys) for part in (key, value))
+        if len(tree.path_keys) > len(key):
+            key, value = (part.index_select(0, tree.path_keys) for part in (key, value))
         return kernel_forward(query, key, value, tree.path_seqlens, True, scale, left)
     out, lse = kernel_forward(query, key, value, tree.node_seqlens, True, scale)
     queries, keys = tree.prefix_queries, tree.prefix_keys
@@ -71,6 +72,8 @@ def tree_kernel_backward(
     wide = torch.promote_types(query.dtype, torch.float32)
     if left >= 0 or not tree.merges:
         seqlens, keys = tree.path_seqlens, tree.path_keys
+        if len(keys) == len(key):  # nothing is shared
+            return kernel_backward(gradient, query, key, value, out, lse, seqlens, True, scale, left)
         copies = key.index_select(0, keys), value.index_select(0, keys)
         dq, *of_copies = kernel_backward(gradient, query, copies[0], copies[1], out, lse, seqlens, True, scale, left)
         dk, dv = (
