@@ -17,6 +17,7 @@ import os
 import platform
 import shutil
 import stat
+import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def open_compile_cache(max_bytes: int = MAX_BYTES) -> Path | None:
     called before anything is compiled; repeated calls have no effect. Safe for concurrent processes: the folder is
     checked and cleared only while no other process uses it.
     """
-    variables = {name: folder for name, folder in _VARIABLES.items() if not os.environ.get(name)}
+    variables = {name: folder for name, folder in _VARIABLES.items() if not _is_set(name)}
     if not variables:
         return None
     root = cache_root() / "compiled"
@@ -60,6 +61,15 @@ def open_compile_cache(max_bytes: int = MAX_BYTES) -> Path | None:
     for name, part in variables.items():
         os.environ[name] = str(folder / part)
     return folder
+
+
+def _is_set(name: str) -> bool:
+    """Whether the user has set this variable. Importing the compiler sets it to torch's default place."""
+    value = os.environ.get(name)
+    if not value:
+        return False
+    path = Path(value)
+    return not (path.parent == Path(tempfile.gettempdir()) and path.name.startswith("torchinductor_"))
 
 
 def _versions() -> str:

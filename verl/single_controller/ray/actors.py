@@ -23,6 +23,7 @@ from verl.single_controller.ray.batch_ref import BatchRef
 from verl.single_controller.ray.column_store import StoredRows, attach_bundle, bundle_rows, store_rows, store_with
 from verl.single_controller.ray.rank_monitor import NodeInspector, RankProcess, explain_death
 from verl.single_controller.ray.resource_pool import ResourceError, describe_cluster
+from verl.utils.compile_cache import open_compile_cache
 from verl.utils.logging_setup import quiet_warnings
 from verl.utils.network import interface_of
 from verl.utils.resources import WarmupGcFreeze
@@ -57,8 +58,12 @@ class RayRankHost(RankHost):
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def preload(self, modules: Sequence[str]) -> None:
-        """Import modules before `construct` needs them."""
+    def preload(self, modules: Sequence[str], compiles: bool = False) -> None:
+        """Import modules before `construct` needs them. `compiles`: also those of the compiler, which the first step
+        would import."""
+        if compiles:
+            open_compile_cache()  # first: the compiler sets the default places of its caches
+            modules = [*modules, "torch._inductor.compile_fx"]
         for name in modules:
             try:
                 importlib.import_module(name)

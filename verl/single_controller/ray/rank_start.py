@@ -54,8 +54,9 @@ def start_actors(
     ]
 
 
-def start_early(pools: Sequence[Any], modules: Sequence[str]) -> None:
-    """Reserve these pools and start the processes of their ranks, which import `modules` in the background.
+def start_early(pools: Sequence[Any], modules: Sequence[str], compiles: bool = False) -> None:
+    """Reserve these pools and start the processes of their ranks, which import `modules` in the background, and with
+    `compiles` the compiler.
 
     The first worker group of a pool uses its processes; `release` of the pool ends those that no group has used. Raises
     ResourceError if the cluster is too small. Pools of other classes are ignored.
@@ -67,4 +68,4 @@ def start_early(pools: Sequence[Any], modules: Sequence[str]) -> None:
         prefix = new_prefix()
         pool.started = StartedRanks(prefix, start_actors(pool, prefix, range(pool.world_size)))
         for actor in pool.started.actors:
-            on_lane(actor, "preload", "compute").remote(list(modules))
+            on_lane(actor, "preload", "compute").remote(list(modules), compiles)
