@@ -171,3 +171,22 @@ def test_damaged_entries_of_inductor_only_cost_a_compilation(root):
         path.write_bytes(path.read_bytes()[:20])
     assert hits() == 0
     assert hits() == 1
+
+
+PRELOADS = """
+import os, sys
+from verl.single_controller.ray.actors import RayRankHost
+RayRankHost().preload([], compiles=True)
+print("torch._inductor.compile_fx" in sys.modules, os.environ["TORCHINDUCTOR_CACHE_DIR"])
+"""
+
+
+def test_ranks_import_the_compiler_early_and_with_this_cache(tmp_path):
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment["VERL_CACHE"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", PRELOADS], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded, folder = done.stdout.split()
+    assert loaded == "True"
+    assert Path(folder).is_relative_to(tmp_path / "compiled")

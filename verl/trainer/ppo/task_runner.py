@@ -90,7 +90,8 @@ class TaskRunner:
         modules = [name for name in sorted(names) if name.startswith("verl.")]  # users' classes are sent by content
         resource_pool_manager.create_resource_pool()
         pools = list(resource_pool_manager.resource_pool_dict.values())
-        start_early(pools, [*modules, *_RANK_MODULES])
+        compiles = config.trainer.device == "cuda" and config.actor_rollout_ref.actor.use_torch_compile
+        start_early(pools, [*modules, *_RANK_MODULES], compiles)
 
     def _train(self, config: PPOConfig, trainer_cls: Any, resource_pool_manager: Any) -> str | None:
         """Check models, data and rewards, then create the trainer, start the workers and train."""
