@@ -147,6 +147,7 @@ def test_beside_training_graphs_are_captured_between_its_calls(tmp_path):
     params = SamplingParams(max_new_tokens=NEW, key=3)
     expected = [output.token_ids for output in answered(engine_of(folder), params)]
     built, before = engine_of(folder, beside=True), torch.cuda.current_stream()
+    largest = built.runner.captured_graphs
     ended, calls, errors = threading.Event(), [0], []
 
     def train() -> None:
@@ -164,7 +165,7 @@ def test_beside_training_graphs_are_captured_between_its_calls(tmp_path):
     try:
         with capture_gate.work():
             assert [output.token_ids for output in answered(built, params, tag="in a call ")] == expected
-        assert built.runner.captured_graphs == 0
+        assert built.runner.captured_graphs == largest
         trainer = threading.Thread(target=train)
         trainer.start()
         for turn in range(30):
@@ -174,7 +175,7 @@ def test_beside_training_graphs_are_captured_between_its_calls(tmp_path):
         assert not errors
         assert calls[0] > 0
         assert [output.token_ids for output in answered(built, params, tag="captures ")] == expected
-        assert built.runner.captured_graphs > 0
+        assert built.runner.captured_graphs > largest
         assert [output.token_ids for output in answered(built, params, tag="replays ")] == expected
     finally:
         ended.set()
@@ -195,8 +196,8 @@ def test_graphs_use_the_memory_that_was_allocated_for_them(tmp_path):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         used.append(torch.cuda.memory_reserved())
-    assert built.runner.captured_graphs == 6, "a prefill of every length, and decodes of one sequence"
-    assert used[-1] - used[0] < 128 * 2**20, "a step of 4096 tokens needs 200 MB"
+    assert built.runner.captured_graphs == 7, "a prefill of every length, decodes of one and of most sequences"
+    assert used[-1] - used[0] < 32 * 2**20, "a step of 4096 tokens needs 200 MB"
 
 
 @pytest.mark.parametrize("beside", [False, True])

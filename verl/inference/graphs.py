@@ -61,7 +61,7 @@ class GraphOptions:
     max_tokens: int
     """Maximum tokens of a step."""
     reserved_bytes: int
-    """Memory to allocate for the tensors of all graphs."""
+    """Memory that the KV cache leaves for the tensors of all graphs."""
     in_lockstep: bool = False
     """Whether other ranks run the same steps, so that all must capture the same graphs at the same time."""
 
@@ -74,9 +74,6 @@ def always_permitted() -> AbstractContextManager[bool]:
 class GraphRecorder(Protocol):
     """Records the work that a function launches on a device."""
 
-    def reserve(self, size: int) -> None:
-        """Allocate `size` bytes for the tensors of recorded functions."""
-
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record what `run` launches, without running it; the returned function launches it."""
 
@@ -87,29 +84,8 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._reservation: torch.cuda.CUDAGraph | None = None
-
-    def reserve(self, size: int) -> None:
-        """Capture a graph that allocates `size` bytes: the pool keeps them, and later captures use them in any order.
-
-        Without it, every graph that is larger than the ones before would enlarge the pool.
-        """
-        try:
-            self._reservation = self._capture(partial(self._allocate, size))
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"rollout: {size / 2**30:.2f} GB for CUDA graphs could not be allocated. Lower gpu_memory_utilization"
-                " or engine_kwargs.native.num_blocks, or set enforce_eager=True."
-            ) from error
-
-    def _allocate(self, size: int) -> None:
-        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-        memory[:1].zero_()  # an empty graph causes a warning
 
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
-        return self._capture(run).replay
-
-    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         # A failed capture does not restore the stream; the outer context does.
         with (
@@ -118,11 +94,11 @@ class CudaRecorder:
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):
             run()
-        return graph
+        return graph.replay
 
 
 class StepGraphs:
-    """CUDA graphs by kind of step and size. A graph is captured when a step of its size first runs.
+    """CUDA graphs by kind of step and size. All but the largest are captured when a step of their size first runs.
 
     A model whose step synchronises with the device (some MoE models) cannot be captured and runs eagerly.
     """
@@ -172,12 +148,20 @@ class StepGraphs:
         """Number of graphs."""
         return len(self._replays)
 
+    def capture_largest(self) -> None:
+        """Capture the largest graph of each kind. They determine the size of the memory pool: later captures use it in
+        any order without enlarging it. No other thread may use the device."""
+        self._capture_each([(True, self._mixed_sizes[-1]), (False, self._decode_sizes[-1])])
+
     def capture_all(self) -> None:
-        """Capture every graph."""
-        steps = [(True, size) for size in self._mixed_sizes] + [(False, size) for size in self._decode_sizes]
+        """Capture every graph. No other thread may use the device."""
+        mixed = [(True, size) for size in self._mixed_sizes]
+        self._capture_each(mixed + [(False, size) for size in self._decode_sizes])
+
+    def _capture_each(self, steps: list[_Step]) -> None:
         for step in sorted(steps, key=lambda step: -step[1]):
             self._run(step)
-            self._capture(step)
+            self._record(step)
 
     def run(self, inputs: StepInputs, has_prefills: bool) -> torch.Tensor | None:
         """Run a step, padded to the size of its graph; returns its hidden states [T or more, hidden], padding last,
@@ -215,22 +199,25 @@ class StepGraphs:
 
     def _capture(self, step: _Step) -> None:
         """Capture the graph of a step that has run, if this is possible now."""
-        if not self._can_capture or step in self._too_large:
+        if self._can_capture and step not in self._too_large:
+            with self._may_capture() as permitted:
+                if permitted:
+                    self._record(step)
+
+    def _record(self, step: _Step) -> None:
+        if not self._can_capture:
             return
-        with self._may_capture() as permitted:
-            if not permitted:
-                return
-            try:
-                self._replays[step] = self._recorder.record(partial(self._run, step))
-            except torch.OutOfMemoryError as error:
-                if not self._skips_out_of_memory:
-                    raise
-                self._too_large.add(step)
-                logger.warning("steps of %d tokens run without a CUDA graph, which does not fit: %s", step[1], error)
-            except RuntimeError as error:
-                self._can_capture = False
-                reason = str(error).strip().splitlines()[0]
-                logger.warning("steps of this model cannot be captured as CUDA graphs and run eagerly: %s", reason)
+        try:
+            self._replays[step] = self._recorder.record(partial(self._run, step))
+        except torch.OutOfMemoryError as error:
+            if not self._skips_out_of_memory:
+                raise
+            self._too_large.add(step)
+            logger.warning("steps of %d tokens run without a CUDA graph, which does not fit: %s", step[1], error)
+        except RuntimeError as error:
+            self._can_capture = False
+            reason = str(error).strip().splitlines()[0]
+            logger.warning("steps of this model cannot be captured as CUDA graphs and run eagerly: %s", reason)
 
     def _run(self, step: _Step) -> None:
         """Run a step on the inputs of the graphs, and write its hidden states to their output."""

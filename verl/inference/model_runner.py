@@ -17,6 +17,7 @@ from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
 from verl.inference.step_plan import Prefill, SampledRows, StepDetails, StepExperts, StepPlan
 from verl.types.request import TopLogProbs
+from verl.utils.buffer_sizes import MIXED_SIZES
 from verl.utils.device import capture_gate
 
 __all__ = ["InputSender", "LaunchedStep", "ModelRunner", "StepInputs"]
@@ -110,22 +111,28 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _prepare_graphs(self, options: GraphOptions, max_num_seqs: int, own_stream: bool) -> StepGraphs:
-        """Allocate the memory of graphs. They are captured on first use, if no other thread uses the device then."""
-        recorder = CudaRecorder(self.model.device)
-        recorder.reserve(options.reserved_bytes)
+        """Capture the largest graphs. The others are captured on first use, if no other thread uses the device then."""
         graphs = StepGraphs(
             self.forward_decode,
             self.forward_mixed,
             self._last_tokens,
             max_num_seqs,
             options.max_tokens,
-            recorder,
+            CudaRecorder(self.model.device),
             capture_gate.capture if own_stream and not options.in_lockstep else always_permitted,
             skips_out_of_memory=not options.in_lockstep,
         )
-        if own_stream and options.in_lockstep:
-            # The ranks capture a step's collectives together, and their other threads are busy at different times.
-            graphs.capture_all()
+        try:
+            if own_stream and options.in_lockstep:
+                # The ranks capture a step's collectives together, and their other threads are busy at different times.
+                graphs.capture_all()
+            else:
+                graphs.capture_largest()
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"rollout: a step of {min(options.max_tokens, MIXED_SIZES[-1])} tokens does not fit into memory. Lower"
+                " gpu_memory_utilization, max_num_batched_tokens or engine_kwargs.native.num_blocks."
+            ) from error
         return graphs
 
     @torch.inference_mode()

@@ -37,9 +37,6 @@ class Recorder:
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.recorded, self.replayed = error, 0, 0
 
-    def reserve(self, size: int) -> None:
-        raise AssertionError("the runner reserves memory")
-
     def record(self, run: Callable[[], None]) -> Callable[[], None]:
         if self.error is not None:
             raise self.error
@@ -148,6 +145,14 @@ def test_a_model_that_cannot_be_captured_runs_without_padding():
     steps = Graphs(Recorder(RuntimeError("operation not permitted when stream is capturing")))
     assert steps.run([1, 2, 3]) is not None, "the step itself has run"
     assert steps.run([1, 2, 3]) is None
+
+
+def test_the_largest_graphs_are_captured_first():
+    steps = Graphs(Recorder())
+    steps.graphs.capture_largest()
+    assert steps.sizes == [("mixed", 256), ("decode", 32)]
+    steps.run([1, 2], prefill=190)
+    assert steps.graphs.captured == 2
 
 
 def test_all_graphs_are_captured_at_once():
