@@ -76,7 +76,7 @@ def sentence_commands(text: str) -> list[str]:
 
 
 def words_of(line: str) -> list[list[str]]:
-    """The simple commands of a line as words, as a shell would see them; what is optional counts as given."""
+    """Split a line into its simple commands, each a list of words, like a shell; optional words are included."""
     line = re.sub(r"(?<=\s)\[(--[^\]]*)\]", r"\1", line)
     line = re.sub(r"(?<=\s)\[[^\]]*…\]", "", line)
     words = shlex.split(os.path.expandvars(line.partition(" > ")[0]), comments=True)
@@ -161,8 +161,8 @@ def pip_problem(words: list[str]) -> str | None:
     extras = re.findall(r"^([\w-]+) = ", section, re.MULTILINE)
     if words[:1] != ["install"]:
         return "no way to check this"
-    asked = [name for word in words for part in re.findall(r"^\.\[(.*)\]$", word) for name in part.split(",")]
-    return next((f"there is no extra {name}" for name in asked if name not in extras), None)
+    names = [name for word in words for part in re.findall(r"^\.\[(.*)\]$", word) for name in part.split(",")]
+    return next((f"there is no extra {name}" for name in names if name not in extras), None)
 
 
 def script_problem(words: list[str], tmp_path: Path) -> str | None:
@@ -180,10 +180,10 @@ def module_problem(module: str, arguments: list[str], whole: bool) -> str | None
         return f"{module} takes no arguments" if arguments else None
     if module not in CONFIGURED:
         return options_problem(module, arguments)
-    given = [word for word in arguments if not word.startswith("--")]
+    overrides = [word for word in arguments if not word.startswith("--")]
     if "--cfg" in arguments:  # prints the configuration
-        given.remove("job")
-    return configuration_problem(("-m", module, *([] if whole else CONFIGURED[module]), *given))
+        overrides.remove("job")
+    return configuration_problem(("-m", module, *([] if whole else CONFIGURED[module]), *overrides))
 
 
 @cache
@@ -209,25 +209,25 @@ def options_problem(program: str, arguments: list[str]) -> str | None:
     if program.endswith(".py") and not (ROOT / program).is_file():
         return f"there is no {program}"
     text = help_of(program)
-    asked = [word.split("=")[0] for word in arguments if word.startswith("--") and word != "--help"]
-    return next((f"{program} --help names no {option}" for option in asked if option not in text), None)
+    options = [word.split("=")[0] for word in arguments if word.startswith("--") and word != "--help"]
+    return next((f"{program} --help names no {option}" for option in options if option not in text), None)
 
 
 @cache
 def help_of(program: str) -> str:
-    """What the program says to --help; run in this process, which has the heavy modules already."""
-    said = io.StringIO()
+    """Return the output of `program --help`, run in this process because it has imported the heavy modules already."""
+    output = io.StringIO()
     folder = [str((ROOT / program).parent)] if program.endswith(".py") else []
     with (
         mock.patch.object(sys, "argv", [program, "--help"]),
         mock.patch.object(sys, "path", [*folder, *sys.path]),
         mock.patch.dict(os.environ),
-        contextlib.redirect_stdout(said),
+        contextlib.redirect_stdout(output),
         contextlib.suppress(SystemExit),
     ):
         if program.endswith(".py"):
             runpy.run_path(str(ROOT / program), run_name="__main__")
         else:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
-    assert said.getvalue().startswith("usage:"), f"{program} has no --help"
-    return said.getvalue()
+    assert output.getvalue().startswith("usage:"), f"{program} has no --help"
+    return output.getvalue()
