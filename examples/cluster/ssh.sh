@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Machines that are reached by ssh, without a scheduler; the repository and its environment lie at the same place on all.
+# Machines reached by ssh, without a scheduler. The repository and its environment have the same path on all of them.
 #   HOSTS="10.0.0.1 10.0.0.2" bash examples/cluster/ssh.sh start [key=value …]     all nodes
-#   HOSTS=… NODE=1 bash examples/cluster/ssh.sh start [key=value …]                one that came back, with the same keys
-#   HOSTS=… bash examples/cluster/ssh.sh stop                                      finish the step, save, end
+#   HOSTS=… NODE=1 bash examples/cluster/ssh.sh start [key=value …]                restart one node, with the same overrides
+#   HOSTS=… bash examples/cluster/ssh.sh stop                                      finish the step, save, exit
 # The first host is node 0. Output goes to cluster-node<N>.log in the repository of each; the connection may close.
-# TRAIN names another script that does `exec python3 -m verl.trainer.main_ppo … "$@"`: signals go to what it becomes.
+# TRAIN selects another script. It must `exec python3 -m verl.trainer.main_ppo … "$@"`, so that signals reach the trainer.
 set -euo pipefail
 
 read -r -a hosts <<< "${HOSTS:?the addresses of the machines, node 0 first}"
@@ -13,7 +13,7 @@ token=$HOME/.ray/auth_token # of this machine, sent to all nodes; created with m
 action=${1:?start or stop}
 shift
 
-start() { # a node, and the keys of the run
+start() { # arguments: node rank, overrides
     local node=$1 remote
     shift
     remote=$(printf '%q ' env RAY_AUTH_MODE=token bash "$train" "$@" \
@@ -35,7 +35,7 @@ case $action in
         fi
         for node in ${NODE:-${!hosts[@]}}; do start "$node" "$@"; done
         ;;
-    stop) # node 0 saves and ends; it tells the others that the job is over
+    stop) # node 0 saves, exits and notifies the other nodes
         ssh "${hosts[0]}" "kill -TERM $(cat cluster-node0.pid)"
         ;;
     *)

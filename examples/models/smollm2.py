@@ -144,8 +144,8 @@ def generation_config(metadata: dict[str, Any]) -> Any:
 
 
 def special_ids(metadata: dict[str, Any]) -> dict[str, int]:
-    kinds = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    return {f"{ours}_token_id": metadata[f"tokenizer.ggml.{theirs}_token_id"] for ours, theirs in kinds.items()}
+    gguf_names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    return {f"{name}_token_id": metadata[f"tokenizer.ggml.{gguf}_token_id"] for name, gguf in gguf_names.items()}
 
 
 def tokenizer(metadata: dict[str, Any]) -> Any:

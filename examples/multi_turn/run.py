@@ -1,7 +1,7 @@
 """Agents on a CPU: warm-start a tiny model, train it with a calculator or a simulated user, compare before and after.
 
     python examples/multi_turn/run.py calculator     # a function as a tool
-    python examples/multi_turn/run.py mcp            # the same one behind an MCP server
+    python examples/multi_turn/run.py mcp            # the same function on an MCP server
     python examples/multi_turn/run.py user           # a simulated user, who knows the number that the order omits
 
 Both trainings are the commands of a real run (`verl.trainer.main_sft`, `verl.trainer.main_ppo`); only overrides differ.

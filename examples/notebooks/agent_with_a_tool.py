@@ -1,10 +1,10 @@
-"""An agent with a tool, token by token: the source of the notebook beside it (docs/scripts/notebooks.py)."""
+"""An agent with a tool, token by token: source of agent_with_a_tool.ipynb (see docs/scripts/notebooks.py)."""
 
 # %% [markdown]
 # # An agent with a tool, token by token
 #
 # A tiny model learns to call a calculator, on a CPU in about three minutes. Then we look at one trajectory: which
-# tokens the model sampled, which came from the tool, and what each of them is trained with.
+# tokens the model sampled, which are tool output, and the mask, log-prob, score and advantage of each token.
 #
 # Run it in the repository root, in an environment with verl.
 
@@ -75,11 +75,11 @@ for position in range(int(attention[index].sum())):
     print(f"{token:66} {int(mask[index, position]):4} {log_prob:9.4f} {score:6.2f} {advantage:9.4f}")
 
 # %% [markdown]
-# ## What must hold
+# ## Invariants
 #
 # - The score of a trajectory is on its last sampled token.
 # - Tokens of the tool have no advantage, and all sampled tokens of a GRPO trajectory have the same one.
-# - The log-probs of the rollout engine are those of training: on a CPU up to rounding.
+# - The log-probs of the rollout engine equal those of training: on a CPU up to rounding.
 
 # %%
 sampled = mask.bool()

@@ -1,4 +1,4 @@
-"""A first GRPO run and its curve: the source of the notebook beside it (docs/scripts/notebooks.py)."""
+"""A first GRPO run and its curve: source of first_grpo_run.ipynb (see docs/scripts/notebooks.py)."""
 
 # %% [markdown]
 # # A first GRPO run and its curve
@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder = Path("runs/notebook")
 command = [sys.executable, "examples/quickstart/run.py", "--algo", "grpo", "--folder", str(folder)]
-done = subprocess.run([*command, "trainer.total_training_steps=40"], check=True, capture_output=True, text=True)
-print(done.stdout[done.stdout.index("== 4. ") :])
+run = subprocess.run([*command, "trainer.total_training_steps=40"], check=True, capture_output=True, text=True)
+print(run.stdout[run.stdout.index("== 4. ") :])
 
 # %% [markdown]
 # The script created problems and a model with random weights, trained it on imperfect demonstrations (four of five
@@ -47,7 +47,7 @@ for name in ("reward/mean", "actor/entropy", "actor/ppo_ratio", "response_length
 
 # %%
 class Picture:
-    """An SVG that notebooks show."""
+    """An SVG with the representation method that notebooks call."""
 
     def __init__(self, svg: str) -> None:
         self.svg = svg

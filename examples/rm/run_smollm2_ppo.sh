@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO of SmolLM2-135M-Instruct with the reward model of run_smollm2_rm.sh, from which the critic starts, too. The KL to
+# PPO of SmolLM2-135M-Instruct with the reward model of run_smollm2_rm.sh, which also initialises the critic. The KL to
 # the initial policy is part of the reward.
 # Needs: one GPU; the results of run_smollm2_rm.sh.
 # Usage: bash examples/rm/run_smollm2_ppo.sh [key=value …]

@@ -1,4 +1,4 @@
-"""The complete pipeline on a CPU in minutes: SFT -> reward model -> PPO against it -> merge -> serve.
+"""The complete pipeline on a CPU in minutes: SFT -> reward model -> PPO with it -> merge -> serve.
 
     python examples/tour/run.py [--folder runs/tour]
 
@@ -58,7 +58,7 @@ def main() -> None:
         train("verl.trainer.main_rm", reward_model_overrides(files, folder), folder, "rm"), "val/accuracy"
     )
 
-    heading("4. PPO against the reward model")
+    heading("4. PPO with the reward model")
     metrics = train("verl.trainer.main_ppo", ppo_overrides(files, folder), folder, "ppo")
     steps = sorted(int(file.stem) for file in (folder / "ppo" / "answers").glob("*.jsonl"))
     responses = [folder / "ppo" / "answers" / f"{step}.jsonl" for step in (steps[0], steps[-1])]
@@ -73,9 +73,9 @@ def main() -> None:
     heading("6. Serve it with the OpenAI API")
     with serve(folder / "merged", folder) as url:
         for problem in islice(problems(99), 3):
-            print(f"  {problem.question}\n      {ask(url, problem.question)}    (correct: {problem.result})")
+            print(f"  {problem.question}\n      {complete(url, problem.question)}    (correct: {problem.result})")
 
-    print(f"\nthe reward model is right on {rm_accuracy:.0%} of new pairs")
+    print(f"\naccuracy of the reward model on new pairs: {rm_accuracy:.0%}")
     print(
         f"reward {first(metrics, 'reward/mean'):.2f} in the first step of PPO, {last(metrics, 'reward/mean'):.2f} after"
     )
@@ -138,7 +138,7 @@ def reward_model_overrides(files: dict[str, Path], folder: Path) -> list[str]:
 
 
 def ppo_overrides(files: dict[str, Path], folder: Path) -> list[str]:
-    """Overrides of the quick start with the reward model. It cannot calculate: the KL preserves correct sums."""
+    """Overrides of the quick start with the reward model. It does not check calculations: the KL preserves them."""
     return [
         *quickstart.training_overrides("ppo", files, folder / "sft", folder),
         "trainer.n_gpus_per_node=1",
@@ -193,7 +193,8 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def ask(url: str, question: str) -> str:
+def complete(url: str, question: str) -> str:
+    """The greedy response of the server to a question."""
     body: dict[str, Any] = {"model": "merged", "messages": [{"role": "user", "content": question}]}
     body |= {"temperature": 0, "max_tokens": 12}
     request = urllib.request.Request(

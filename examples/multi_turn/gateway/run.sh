@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains an agent that only knows the OpenAI API, through the gateway: a small model, in minutes.
+# Trains an agent that only uses the OpenAI API, through the gateway: a small model, in minutes.
 # Needs: two CPU cores; no downloads.
 # Usage: bash examples/multi_turn/gateway/run.sh [key=value …]
 set -euo pipefail
