@@ -34,7 +34,7 @@ def main() -> None:
             "Set trainer.val_before_train and trainer.test_freq."
         )
     before, after = read(files[0]), read(files[-1])
-    print(f"{'':24}{options.called:>10}{'right':>14}   ({len(after)} questions)")
+    print(f"{'':24}{options.called:>10}{'correct':>14}   ({len(after)} questions)")
     for name, responses in ((f"before (step {files[0].stem})", before), (f"after (step {files[-1].stem})", after)):
         used, correct = summary(responses, options.mark)
         print(f"{name:24}{used:>10.1%}{correct:>14.1%}")

@@ -18,7 +18,7 @@ SYSTEM = "You are a careful assistant. Think first, then answer."
 class CustomRLHFDataset(RLHFDataset):
     """The default dataset with two changes: the prompt, and the `extra_info` of the reward function.
 
-    A row of a custom dataset, whether it subclasses ours or not, is a dict with `input_ids`, `attention_mask` and
+    A row of a custom dataset, with or without this base class, is a dict with `input_ids`, `attention_mask` and
     `position_ids` [max_prompt_length], left-padded; `data_source` and `reward_model`; a `uid`, which identifies the
     prompt across runs; and `extra_info` for the reward function. `__init__` must keep these parameters.
     """
