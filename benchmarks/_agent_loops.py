@@ -17,8 +17,8 @@ MIN_LATENCY_S, MAX_LATENCY_S = 0.001, 2.0
 
 def latencies(index: int, sample: int, calls: int) -> list[float]:
     """Seconds of each tool call of a trajectory."""
-    draw = random.Random(f"{index}/{sample}")
-    return [draw.uniform(MIN_LATENCY_S, MAX_LATENCY_S) for _ in range(calls)]
+    rng = random.Random(f"{index}/{sample}")
+    return [rng.uniform(MIN_LATENCY_S, MAX_LATENCY_S) for _ in range(calls)]
 
 
 class _Scripted(AgentLoopBase):

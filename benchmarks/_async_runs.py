@@ -22,9 +22,9 @@ MODES: dict[str, list[str]] = {
     "sync": ["trainer.mode=sync"],
     "one_step_off": ["trainer.mode=one_step_off"],
     "async": ["trainer.mode=async"],
-    "async, not weighed": ["trainer.mode=async", "algorithm.rollout_correction.rollout_is=null"],
+    "async, no weights": ["trainer.mode=async", "algorithm.rollout_correction.rollout_is=null"],
     "async, kept KV": ["trainer.mode=async", "trainer.partial_kv=keep"],
-    # The log-probs of the rollout are the old log-probs: no pass of the trainer.
+    # The log-probs of the rollout are used as old log-probs: the trainer does not recompute them.
     "async, bypass": [
         "trainer.mode=async",
         "algorithm.rollout_correction.bypass_mode=True",
@@ -91,7 +91,7 @@ def environment_of_runs() -> dict[str, str]:
 
 
 def interleave(options: Namespace, folder: Path) -> None:
-    """Run all rounds, cases and modes that --json lacks; every second round has the reverse order of modes."""
+    """Run all rounds, cases and modes that are not in --json; every second round runs the modes in reverse order."""
     began, longest = time.monotonic(), 0.0
     finished = {_run_key(row) for row in rows_of(options.json)} if options.resume else set()
     for number in range(options.rounds):
@@ -124,10 +124,11 @@ def step_rows(records: Sequence[Mapping[str, Any]], samples: int, warm: int, mea
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line per case, shape, mode and --more over the steps of all rounds; of repeated rounds the last one counts.
+    """One line per case, shape, mode and --more over the steps of all rounds; a repeated round replaces earlier ones.
 
-    Sync is the one with the same --more, or else without it. Steps of async may alternate between short ones, whose
-    batch was generated before, and long ones: the ratio of means (`mean × sync`) is then more robust than of medians.
+    The reference is sync with the same --more, or else without it. Steps of async may alternate between short ones,
+    whose batch was already generated, and long ones: the ratio of means (`mean × sync`) is then more robust than the
+    ratio of medians.
     """
     latest = {_run_key(row): row for row in rows if _run_key(row)}
     groups: dict[tuple[str, str, str, tuple[str, ...]], list[Mapping[str, Any]]] = {}

@@ -19,10 +19,10 @@ from _chaos_watch import STARTING, Checkpoints, PhaseLog, Position, by_kind, com
 
 from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
 
-# "together": actor and rollout share their ranks; "apart": the rollout has a separate resource pool.
+# "colocated": actor and rollout share their ranks; "separate": the rollout has its own resource pool.
 LAYOUTS = {
-    "together": ["trainer.n_gpus_per_node=2"],
-    "apart": [
+    "colocated": ["trainer.n_gpus_per_node=2"],
+    "separate": [
         "trainer.n_gpus_per_node=1",
         "resource_pool_spec={train: [1], generation: [2]}",
         "role_mapping={actor: train, rollout: generation}",
@@ -32,8 +32,8 @@ SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 # Faults that restart the run. All others may only repeat the work in progress.
 RESTARTS = ("rank", "saver", "controller", "driver", "GCS", "raylet", "starting")
 KINDS = {
-    "together": (*RESTARTS, "scorer", "fork server", "Ray's others"),
-    "apart": (*RESTARTS, "replica", "replica", "scorer", "fork server", "Ray's others"),
+    "colocated": (*RESTARTS, "scorer", "fork server", "other Ray process"),
+    "separate": (*RESTARTS, "replica", "replica", "scorer", "fork server", "other Ray process"),
 }
 # "saver": a process that writes a checkpoint, during the write; "starting": any of these while the run starts.
 TARGETS = {"saver": ("rank", "controller"), "starting": ("rank", "controller", "driver", "raylet", "GCS")}
@@ -201,9 +201,9 @@ class Run:
 
     # ---------------------------------------------------------------- injection
 
-    def inject(self, fault: Fault, usual: dict[str, float], rng: random.Random) -> Outcome | None:
+    def inject(self, fault: Fault, usual_seconds: dict[str, float], rng: random.Random) -> Outcome | None:
         """Inject the fault at its time and wait until the run has recovered; None if the run ended before."""
-        if not self._wait_for_moment(fault, usual):
+        if not self._wait_for_moment(fault, usual_seconds):
             return None
         pid = rng.choice(self._processes(fault.target))
         last = next(entry for entry in reversed(self.phase_log.all) if "phase" in entry)
@@ -212,8 +212,8 @@ class Run:
         log_size, self.newest_at_last_fault = self.log.stat().st_size, outcome.saved
         moment = time.monotonic()
         if not send(pid, fault.signal):
-            return self.inject(fault, usual, rng)
-        self._wait_for_recovery(outcome, Position.of(last), moment, usual["step"])
+            return self.inject(fault, usual_seconds, rng)
+        self._wait_for_recovery(outcome, Position.of(last), moment, usual_seconds["step"])
         if outcome.reaction == "restarted":
             self._check_restart(outcome, alive)
         outcome.message = _fault_message(self.log, log_size)
@@ -228,14 +228,14 @@ class Run:
             self._tick()
         raise SystemExit(f"the run has no {kind}, but {pids}; see {self.log}")
 
-    def _wait_for_moment(self, fault: Fault, usual: dict[str, float]) -> bool:
+    def _wait_for_moment(self, fault: Fault, usual_seconds: dict[str, float]) -> bool:
         """Wait for the time of the fault; False if the run has ended."""
         while self.checkpoints.newest(now=False) <= self.newest_at_last_fault:
             self.phase_log.read_new()
             if not self._tick_between_faults():
                 return False
         if fault.kind == "starting":
-            return self._wait_for_restart_phase(fault, usual)
+            return self._wait_for_restart_phase(fault, usual_seconds)
         self.phase_log.read_new()
         first = self.phase_log.all[-1]["step"] + fault.steps
         for entry in self._new_entries():
@@ -245,18 +245,18 @@ class Run:
                     if folder.exists():
                         return True
             elif entry["step"] >= first and entry.get("phase") == fault.phase:
-                time.sleep(max(0.0, entry["time"] + fault.share * usual[fault.phase] - time.monotonic()))
+                time.sleep(max(0.0, entry["time"] + fault.share * usual_seconds[fault.phase] - time.monotonic()))
                 return True
         return False
 
-    def _wait_for_restart_phase(self, fault: Fault, usual: dict[str, float]) -> bool:
+    def _wait_for_restart_phase(self, fault: Fault, usual_seconds: dict[str, float]) -> bool:
         """Kill the controller (not counted as a fault) and wait for a phase of the restart."""
         before = self.phase_log.controller
         for pid in by_kind(self.process.pid, []).get("controller", []):
             send(pid, fault.signal.SIGKILL)
         for entry in self._new_entries(restarted=True):
             if entry["pid"] != before and entry.get("phase") == fault.phase:
-                time.sleep(fault.share * usual[fault.phase])
+                time.sleep(fault.share * usual_seconds[fault.phase])
                 return True
         return False
 
@@ -363,8 +363,8 @@ def _fault_message(log: Path, since: int) -> str:
     with log.open("rb") as file:
         file.seek(since)
         lines = file.read().decode(errors="replace").splitlines()
-    own = [_RAY_PREFIX.sub("", line) for line in lines if "(raylet)" not in line]
-    return next((match[0] for pattern in _MESSAGES for line in own if (match := pattern.search(line))), "")
+    other_lines = [_RAY_PREFIX.sub("", line) for line in lines if "(raylet)" not in line]
+    return next((match[0] for pattern in _MESSAGES for line in other_lines if (match := pattern.search(line))), "")
 
 
 def _arguments(task: dict[str, str], folder: Path, layout: str, steps: int) -> list[str]:

@@ -65,8 +65,8 @@ class PhaseLog:
 
     def actor_ranks(self) -> list[int] | None:
         """Pids of the current controller's actor ranks; None before they have started."""
-        own = [entry for entry in self.all if entry["pid"] == self.controller and "actor_ranks" in entry]
-        return own[-1]["actor_ranks"] if own else None
+        starts = [entry for entry in self.all if entry["pid"] == self.controller and "actor_ranks" in entry]
+        return starts[-1]["actor_ranks"] if starts else None
 
     def usual_seconds(self) -> dict[str, float]:
         """Median duration of each phase and of a step."""
@@ -210,7 +210,7 @@ def _kind(pid: int, first: int, actor_ranks: Collection[int] | None) -> str | No
     if Path(words[0]).name in ("gcs_server", "raylet"):
         return {"gcs_server": "GCS", "raylet": "raylet"}[Path(words[0]).name]
     if any(name in line for name in _RAY_OTHERS):
-        return "Ray's others"
+        return "other Ray process"
     return None
 
 

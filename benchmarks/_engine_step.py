@@ -184,11 +184,11 @@ def profile_calls(run: Callable[[], Any], device: str) -> list[dict[str, Any]]:
         totals[_category(name)] = totals.get(_category(name), 0.0) + microseconds
     totals["(idle)" if cuda else "(outside of operators)"] = max(0.0, wall * 1e6 - sum(totals.values()))
     table: list[dict[str, Any]] = [
-        {"what": f"all {category}", "ms": us / 1e3, "share": us / 1e6 / wall} for category, us in totals.items()
+        {"kernel": f"all {category}", "ms": us / 1e3, "share": us / 1e6 / wall} for category, us in totals.items()
     ]
     table.sort(key=lambda row: -row["ms"])
     return table + [
-        {"what": name[:70], "ms": us / 1e3, "share": us / 1e6 / wall, "calls": count}
+        {"kernel": name[:70], "ms": us / 1e3, "share": us / 1e6 / wall, "calls": count}
         for us, name, count in kernels[:16]
     ]
 

@@ -95,8 +95,8 @@ class Case:
             "trainer.used_dir=move_aside",
             "trainer.save_freq=-1",
         ]
-        own = self._train(folder) if self.program == "train" else self._supervised(folder)
-        return [*common, *own, *self.overrides]
+        program_overrides = self._train(folder) if self.program == "train" else self._supervised(folder)
+        return [*common, *program_overrides, *self.overrides]
 
     def _train(self, folder: Path) -> list[str]:
         return [

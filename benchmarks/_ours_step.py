@@ -74,12 +74,12 @@ def run(
     metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
     for old in (clock, metrics):
         old.unlink(missing_ok=True)
-    here = Path(__file__).parent
+    benchmarks = Path(__file__).parent
     environment = {
         "RAY_ADDRESS": "local",
         **os.environ,
         "WORKER_CLOCK": str(clock),
-        "PYTHONPATH": os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(benchmarks.parent), str(benchmarks), os.environ.get("PYTHONPATH", "")]),
     }
     start = time.monotonic()
     problem = run_limited(command(work, folder, name, overrides), folder, environment, log, limit)

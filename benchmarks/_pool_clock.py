@@ -20,7 +20,7 @@ class Costs:
     update_tokens_per_s: float
     log_prob_tokens_per_s: float
     weight_sync_s: float
-    rest_s: float
+    step_overhead_s: float
     """Seconds of rewards, advantages and the controller per step."""
 
     @classmethod

@@ -58,8 +58,8 @@ def has_trl(vllm: bool) -> bool:
 
 
 def _environment(vllm: bool) -> dict[str, str]:
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    benchmarks = Path(__file__).parent
+    path = os.pathsep.join([str(benchmarks.parent), str(benchmarks), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     if vllm:  # a colocated vLLM joins the trainer's process group
         with socket.socket() as listener:

@@ -162,7 +162,7 @@ def lora_config(rank: int) -> Any:
 
 
 def precision(model: Any, optimizer: Any) -> str:
-    """The dtypes of trained weights and of the optimizer's moments, as they are."""
+    """The actual dtypes of trained weights and of the optimizer's moments."""
     weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.requires_grad}
     unwrapped = getattr(optimizer, "optimizer", optimizer)
     moments = {
@@ -175,7 +175,7 @@ def precision(model: Any, optimizer: Any) -> str:
 
 
 def force_lengths(trainer: Any, work: Work, clock: Clock, vllm: bool) -> None:
-    """Give every response the length of the schedule, and time generation and weight sync."""
+    """Force the scheduled length of every response, and time generation and weight sync."""
     from transformers import LogitsProcessorList
 
     def lengths_of_step() -> torch.Tensor:

@@ -4,10 +4,10 @@
     python benchmarks/agents.py --gpu           # the GRPO step, Qwen2.5-0.5B's shape; under 3 minutes on an H200
     python benchmarks/agents.py --parts         # run sandbox.py and search.py
 
-All through `main_ppo` on Ray with the native engine and random weights. The critical path is the
-longest sum of measured tool and generation seconds of a trajectory. No schedule can be faster than the longest sum of
-tool seconds alone. Two turns sample as many tokens as the single turn and have the same total: in the single turn the
-tool output is part of the prompt.
+All runs use `main_ppo` on Ray with the native engine and random weights. The critical path is the longest sum of
+measured tool and generation seconds of a trajectory. No schedule can be faster than the longest sum of tool seconds
+alone. Two turns sample as many tokens as the single turn and have the same total length: in the single turn the tool
+output is part of the prompt.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def agents(loop: str, work: Work, workers: int) -> list[str]:
 
 
 def slow_tools(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """One generation of `prompts` × 8 trajectories; seconds it took over its critical path."""
+    """One generation of `prompts` × 8 trajectories: its seconds relative to the critical path."""
     calls, tokens = options.calls, options.tokens
     response = (calls + 1) * tokens + calls * TOOL_TOKENS
     work = Work("slow-tools", options.shape or "tiny", options.trajectories // 8, 8, 32, response, response, 3)
@@ -69,13 +69,13 @@ def slow_tools(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]
     return [
         {
             "trajectories": work.samples,
-            "calls each": calls,
+            "calls per trajectory": calls,
             "generation s": gen,
             "critical path s": chain,
             "× critical path": gen / chain,
             "longest tools alone s": longest,
             "× tools alone": gen / longest,
-            "one after another s": sum(map(sum, tools)) / len(tools),
+            "sequential s": sum(map(sum, tools)) / len(tools),
             "goal": f"≤ {WITHIN} × critical path",
             "met": gen <= WITHIN * chain,
         }
@@ -131,7 +131,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = (options.folder or Path(scratch)).resolve()
         if options.gpu:
-            report("a GRPO step, one turn and two", two_turns(options, folder), options.json)
+            report("a GRPO step with one turn and with two", two_turns(options, folder), options.json)
         else:
             report("tools of 1 ms to 2 s", slow_tools(options, folder), options.json)
 

@@ -100,8 +100,8 @@ class Bench:
     def row(
         self, name: str, kind: str, inputs: list[str], results: int, run: Callable[[], Any], loop: Callable[[], Any]
     ) -> dict[str, object]:
-        moved = sum(self.batch[key].nbytes for key in inputs) + results * self.batch["token_level_rewards"].nbytes
-        limit = moved / self.bandwidth
+        bytes_moved = sum(self.batch[key].nbytes for key in inputs) + results * self.batch["token_level_rewards"].nbytes
+        limit = bytes_moved / self.bandwidth
         seconds, cpu_seconds = measure(run, self.repeats, self.device)
         loop_seconds = measure(loop, 1, self.device)[0] * self.rows / self.loop_rows
         return {
@@ -122,9 +122,9 @@ def random_batch(rows: int, width: int, device: str) -> Batch:
     """Responses of random lengths, in groups of eight; one in eight contains tool output."""
     rng = torch.Generator(device=device).manual_seed(0)
     lengths = torch.randint(1, width + 1, (rows, 1), device=device, generator=rng)
-    at = torch.arange(width, device=device)
-    mask = (at < lengths) & ~(
-        (at >= lengths // 4) & (at < lengths // 2) & (torch.arange(rows) % 8 == 0)[:, None].to(device)
+    positions = torch.arange(width, device=device)
+    mask = (positions < lengths) & ~(
+        (positions >= lengths // 4) & (positions < lengths // 2) & (torch.arange(rows) % 8 == 0)[:, None].to(device)
     )
     mask[:, 0] = True
     rewards = torch.zeros(rows, width, device=device)
@@ -157,11 +157,13 @@ def sample_loop(name: str, batch: Batch) -> torch.Tensor:
         members[uid].append(i)
     scores = [float((rewards[i] * mask[i]).sum()) for i in range(len(mask))]
     values = [0.0] * len(mask)
-    teaching = sum(len(group) for group in members.values() if len({scores[i] for i in group}) > 1)
+    differing_groups = sum(len(group) for group in members.values() if len({scores[i] for i in group}) > 1)
     for group in members.values():
-        own = np.array([scores[i] for i in group])
+        group_scores = np.array([scores[i] for i in group])
         lengths = np.array([int(mask[i].sum()) for i in group])
-        for i, value in zip(group, group_values(name, own, lengths, len(mask) / max(teaching, 1)), strict=True):
+        for i, value in zip(
+            group, group_values(name, group_scores, lengths, len(mask) / max(differing_groups, 1)), strict=True
+        ):
             values[i] = float(value)
     if name == "gdpo":
         mean, std = float(np.mean(values)), float(np.std(values, ddof=1))
@@ -186,25 +188,25 @@ def group_values(name: str, scores: np.ndarray, lengths: np.ndarray, alpha: floa
 
 
 def token_loop(name: str, batch: Batch) -> torch.Tensor:
-    """Token by token from the last, over columns as they lie in memory."""
+    """A loop over tokens from the last to the first, on the columns in their memory layout."""
     rewards, mask, values = batch["token_level_rewards"], batch["response_mask"], batch["values"]
-    carried, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
+    accumulated, next_value = torch.zeros_like(rewards[:, 0]), torch.zeros_like(rewards[:, 0])
     columns = []
     for t in reversed(range(rewards.shape[1])):
         on = mask[:, t].bool()
         if name == "gae":
             delta = rewards[:, t] + GAMMA * next_value - values[:, t]
-            carried = torch.where(on, delta + GAMMA * LAM * carried, carried)
+            accumulated = torch.where(on, delta + GAMMA * LAM * accumulated, accumulated)
             next_value = torch.where(on, values[:, t], next_value)
         else:
-            carried = torch.where(on, rewards[:, t] + GAMMA * carried, carried)
-        columns.append(carried)
+            accumulated = torch.where(on, rewards[:, t] + GAMMA * accumulated, accumulated)
+        columns.append(accumulated)
     return whiten(torch.stack(columns[::-1], dim=1), mask)
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    own = values[mask.bool()]
-    return torch.where(mask.bool(), (values - own.mean()) / own.std(), 0.0)
+    sampled = values[mask.bool()]
+    return torch.where(mask.bool(), (values - sampled.mean()) / sampled.std(), 0.0)
 
 
 def measure(run: Callable[[], Any], repeats: int, device: torch.device) -> tuple[float, float]:

@@ -48,8 +48,8 @@ class Work:
     @classmethod
     def lognormal(cls, prompts: int, n: int, mean: int, longest: int, sigma: float) -> Work:
         """Lognormal lengths with this mean, truncated at `longest`."""
-        draw = random.Random(11)
-        shares = [draw.lognormvariate(0.0, sigma) for _ in range(4096 * n)]
+        rng = random.Random(11)
+        shares = [rng.lognormvariate(0.0, sigma) for _ in range(4096 * n)]
         low, high = 0.0, float(longest)
         for _ in range(50):  # the scale at which the truncated lengths have this mean
             scale = (low + high) / 2
@@ -69,9 +69,9 @@ class Work:
 
     def stream(self) -> Iterator[list[int]]:
         """An infinite stream of prompts in a seeded order."""
-        draw = random.Random(self.seed)
+        rng = random.Random(self.seed)
         while True:
-            yield from draw.sample(self.lengths, len(self.lengths))
+            yield from rng.sample(self.lengths, len(self.lengths))
 
 
 @dataclass
@@ -88,18 +88,18 @@ class Result:
 
 def synchronous(work: Work, costs: Costs, ranks: int, steps: int, slots: int) -> Result:
     """All ranks generate, then all train."""
-    now, samples, waited, prompts = 0.0, 0, 0.0, work.stream()
+    now, samples, idle_seconds, prompts = 0.0, 0, 0.0, work.stream()
     for _ in range(steps):
         pool, groups = Pool(costs, ranks, slots), [next(prompts) for _ in range(work.prompts * ranks)]
-        begun = now = now + costs.weight_sync_s
+        step_begin = now = now + costs.weight_sync_s
         pool.add([(tokens, None) for group in groups for tokens in group], now)
         while pool.next_end() < math.inf:
             now = pool.finish()[0]
-        waited += now - begun
+        idle_seconds += now - step_begin
         tokens = sum(map(sum, groups)) + PROMPT_TOKENS * sum(map(len, groups))
-        now += tokens / (costs.update_tokens_per_s * ranks) + costs.rest_s
+        now += tokens / (costs.update_tokens_per_s * ranks) + costs.step_overhead_s
         samples += sum(map(len, groups))
-    return Result(samples / now, trainer_idle=waited / now)
+    return Result(samples / now, trainer_idle=idle_seconds / now)
 
 
 class Asynchronous:
@@ -120,10 +120,10 @@ class Asynchronous:
         self._utilization = self._new_utilization()
 
     def run(self, steps: int, warm_up: int) -> Result:
-        samples, begun, ages = 0, 0.0, []
+        samples, step_begin, ages = 0, 0.0, []
         for version in range(warm_up + steps):
             if version == warm_up:
-                begun, self._utilization = self._now, self._new_utilization()
+                step_begin, self._utilization = self._now, self._new_utilization()
                 self._utilization.set_in_flight(self._pool.load)
             batch, seconds = self._step(version)
             if version >= warm_up:
@@ -140,7 +140,7 @@ class Asynchronous:
             trained_staleness=self._buffer.max_trained_staleness,
         )
         return Result(
-            samples / (self._now - begun),
+            samples / (self._now - step_begin),
             shares.trainer,
             shares.rollout,
             sum(ages) / len(ages),
@@ -152,7 +152,7 @@ class Asynchronous:
         return Utilization(lambda: self._now, self._at_once)
 
     def _step(self, version: int) -> tuple[list[PromptGroup], dict[str, float]]:
-        begun = self._now
+        step_begin = self._now
         if self._mode == "one_step_off":  # in-flight responses finish with the weights they started with
             while self._pool.load:
                 self._finish(version - 1)
@@ -169,11 +169,11 @@ class Asynchronous:
         tokens = sum(sum(group.state) + PROMPT_TOKENS * group.response_count for group in batch)
         costs, trained = self._costs, self._now
         update = tokens / (costs.update_tokens_per_s * self._training)
-        end = trained + update + tokens / (costs.log_prob_tokens_per_s * self._training) + costs.rest_s
+        end = trained + update + tokens / (costs.log_prob_tokens_per_s * self._training) + costs.step_overhead_s
         while self._pool.next_end() <= end:
             self._finish(version)
         self._now = end
-        return batch, {"step": end - begun, "gen": trained - waiting}
+        return batch, {"step": end - step_begin, "gen": trained - waiting}
 
     def _send(self, version: int) -> None:
         responses = []
@@ -228,7 +228,7 @@ def best(
 def row(work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.Namespace) -> dict[str, Any]:
     sync = synchronous(work, costs, ranks, options.steps, options.slots)
     rollout, result = best(work, costs, ranks, staleness, options)
-    _, one = best(work, costs, ranks, 1, options, "one_step_off")
+    _, one_step_off = best(work, costs, ranks, 1, options, "one_step_off")
     limit = bound(work, costs, ranks)
     return {
         "ranks": ranks,
@@ -237,7 +237,7 @@ def row(work: Work, costs: Costs, ranks: int, staleness: int, options: argparse.
         "max_staleness": staleness,
         "rollout : trainer": f"{rollout} : {ranks - rollout}",
         "sync samples/s": round(sync.samples_per_s),
-        "one_step_off x": round(one.samples_per_s / sync.samples_per_s, 2),
+        "one_step_off x": round(one_step_off.samples_per_s / sync.samples_per_s, 2),
         "async x": round(result.samples_per_s / sync.samples_per_s, 2),
         "bound x": round(limit / sync.samples_per_s, 2),
         "trainer idle": f"{result.trainer_idle:.0%}",
@@ -270,7 +270,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.count:
         lengths = read_lengths(options.count, options.tokenizer, tuple(options.fields))
-        print(json.dumps({"what": f"{options.count.name}, {options.tokenizer}", "answers": lengths}))
+        print(json.dumps({"description": f"{options.count.name}, {options.tokenizer}", "answers": lengths}))
         return
     tables(works(options), Costs.read(options.costs), options)
 
@@ -288,7 +288,7 @@ def works(options: argparse.Namespace) -> list[Work]:
 
 
 def tables(workloads: list[Work], costs: Costs, options: argparse.Namespace) -> None:
-    """By lengths, at the middle number of devices; for the longest tail also by devices and by staleness."""
+    """Print tables over lengths at the middle number of devices; for the longest tail over devices and staleness."""
     middle, staleness, longest = options.ranks[len(options.ranks) // 2], options.staleness[-1], workloads[-1]
     report("by lengths", [row(work, costs, middle, staleness, options) for work in workloads], options.json)
     by_staleness = [row(longest, costs, middle, value, options) for value in options.staleness]
@@ -320,8 +320,8 @@ def read_lengths(path: Path, tokenizer: str | None, fields: tuple[str, ...] = FI
 
 
 def in_groups(lengths: list[list[int]], size: int) -> list[list[int]]:
-    """Groups of `size` lengths. Prompts with fewer responses are merged with the next ones; such groups vary more,
-    and wait more often for a long response, than real groups."""
+    """Groups of `size` lengths. Prompts with fewer responses are merged with the next ones: lengths vary more within
+    such groups, and a long response delays them more often, than in real groups."""
     groups: list[list[int]] = [[]]
     for of_prompt in lengths:
         if len(groups[-1]) >= size:

@@ -7,14 +7,14 @@ on Ray with the native engine, one after the other.
     python benchmarks/asynchronous.py --shape qwen2.5-7b --modes async --json FILE
     python benchmarks/asynchronous.py --learn MODEL DATA --seeds 1 --json FILE   # SmolLM2: accuracy by wall-clock time
     python benchmarks/asynchronous.py --cases equal gsm8k ragged --shape qwen2.5-1.5b --model MODEL --data DATA \
-        --within 540 --resume --json FILE                                # interleaved; repeat until nothing is left
+        --within 540 --resume --json FILE                                # interleaved; repeat until all runs are done
     python benchmarks/asynchronous.py --summary --json FILE              # all results of FILE relative to sync
 
 Work and lengths are those of `_training_work`: responses have the same lengths in every mode. The measurement covers
-the middle of a run: compilation and CUDA graphs are finished and the queue is full before it, and prompts are still
-submitted after it.
+the middle of a run: it begins after compilation and capture of CUDA graphs, when the queue is full, and ends while
+prompts are still submitted.
 
-`--cases` runs modes in turns, with --measured steps per run and --rounds runs per mode, and compares the median seconds
+`--cases` alternates the modes, with --measured steps per run and --rounds runs per mode, and compares median seconds
 per step: `equal` and `ragged` are (a) and (b) of training_step.py; `gsm8k` is GRPO of a real model on GSM8K, 64 prompts
 × 8 responses of up to 1,024 tokens that end by themselves (MODEL: the folder of examples/models/smollm2.py; DATA: that
 of examples/data_preprocess/gsm8k.py). `ragged` has max_staleness=3 in asynchronous modes, the others 1. All take one
@@ -175,17 +175,17 @@ def _show_profile(mode: str, profile: Mapping[str, Any], path: str | None) -> No
     """Shares of an update's time: any stream busy, several at once, and each stream with its costliest kernel."""
     wall = profile["wall s"]
     rows: list[dict[str, Any]] = [
-        {"what": "update", "s": wall, "share": 1.0},
-        {"what": "device busy", "s": profile["busy s"], "share": profile["busy s"] / wall},
+        {"activity": "update", "s": wall, "share": 1.0},
+        {"activity": "device busy", "s": profile["busy s"], "share": profile["busy s"] / wall},
         {
-            "what": "several streams at once",
+            "activity": "several streams at once",
             "s": profile["several at once s"],
             "share": profile["several at once s"] / wall,
         },
     ]
     for stream in profile["streams"][:6]:
         costliest = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in stream["kernels"][:3])
-        row = {"what": f"stream {stream['stream']}", "s": stream["s"], "share": stream["s"] / wall}
+        row = {"activity": f"stream {stream['stream']}", "s": stream["s"], "share": stream["s"] / wall}
         rows.append({**row, "events": stream["events"], "costliest": costliest})
     report(f"{mode}: the device during one update", rows, path)
 
@@ -274,9 +274,9 @@ def _measure(options: argparse.Namespace, folder: Path) -> None:
                 report(f"{mode}, seed {seed}", [learn(options, folder, mode, seed)], options.json)
     else:
         work = work_of(options.shape, options.steps)
-        place = work.write(folder / options.shape)
+        work_folder = work.write(folder / options.shape)
         for mode in options.modes:
-            report(f"{mode}: {work.title()}", [run_mode(options, work, place, mode)], options.json)
+            report(f"{mode}: {work.title()}", [run_mode(options, work, work_folder, mode)], options.json)
 
 
 if __name__ == "__main__":

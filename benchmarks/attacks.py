@@ -2,9 +2,9 @@
 
     python benchmarks/attacks.py [--server sandbox] [--seed 32] [--json results.jsonl] [--details]
 
-Sends the malicious requests of tests/attacks to each server while regular clients use it. "health" is GET /health of
-the attacked server, "with CPU" the same without the time in which the server was ready to run and had no CPU, "idle"
-the response of a server that does nothing, probed at the same time on the same machine.
+Sends the malicious requests of tests/attacks to each server while regular clients use it. "health" is the latency of
+GET /health of the attacked server, "with CPU" the same without the time in which the server was runnable but not
+scheduled, "idle" the latency of an idle server, probed at the same time on the same machine.
 """
 
 from __future__ import annotations

@@ -35,23 +35,28 @@ def rows_of(shape: str, sequences: int, context: int, bandwidth: float) -> list[
     def run(index: int) -> torch.Tensor:
         return paged_attention.decode_attention(query, *cache[index], tables, lengths, dim**-0.5)
 
-    launch_of, usual = paged_attention.decode_launch, {}
-    paged_attention.decode_launch = lambda *sizes: usual.update(launch_of(*sizes)) or usual
+    launch_of, default_launch = paged_attention.decode_launch, {}
+    paged_attention.decode_launch = lambda *sizes: default_launch.update(launch_of(*sizes)) or default_launch
     results, reference = [], run(0)
     for tile, warps, stages in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4)):
         launch = {"TILE": tile, "num_warps": warps, "num_stages": stages}
         paged_attention.decode_launch = lambda *_, launch=launch: launch  # type: ignore[assignment]
-        row: dict[str, Any] = {"sequences": sequences, "context": context, **launch, "usual": launch == usual}
+        row: dict[str, Any] = {
+            "sequences": sequences,
+            "context": context,
+            **launch,
+            "default": launch == default_launch,
+        }
         try:
             row["us"] = us = seconds_each(run, copies) * 1e6
             row |= {"read us": read / bandwidth * 1e6, "x": us / (read / bandwidth * 1e6)}
             assert torch.allclose(run(0), reference, atol=2e-2, rtol=2e-2)
         except Exception as error:  # noqa: BLE001 - an unsupported configuration becomes a row
-            row["why not"] = f"{type(error).__name__}: {str(error)[:60]}"
+            row["error"] = f"{type(error).__name__}: {str(error)[:60]}"
         results.append(row)
     paged_attention.decode_launch = launch_of
     results.sort(key=lambda row: row.get("us", 1e9))
-    return [row for number, row in enumerate(results) if number < 6 or row["usual"]]
+    return [row for number, row in enumerate(results) if number < 6 or row["default"]]
 
 
 def main() -> None:

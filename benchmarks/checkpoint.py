@@ -2,7 +2,7 @@
 
 One rank, the training engine alone, random weights; a loop of matrix products and small copies simulates the generation
 of the next step. Each of `--saves` saves: begin, generate for `--generation` seconds, one optimizer step, finish. An
-engine that only has `save` (an older tree on PYTHONPATH) is measured by that.
+engine that only has `save` (an older tree on PYTHONPATH) is measured with it.
 
     python benchmarks/checkpoint.py --size tiny
     python benchmarks/checkpoint.py --size qwen2.5-7b --optimizer-offload --state-dtype bf16 --sink count
@@ -71,7 +71,7 @@ class HostMemory:
 
     def __enter__(self) -> HostMemory:
         self._done = threading.Event()
-        self.before, self.most = self._now(), self._now()
+        self.before, self.peak = self._now(), self._now()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -82,13 +82,13 @@ class HostMemory:
 
     def columns(self) -> dict[str, float]:
         """Increase of the resident memory; memory of the container, and its cached files."""
-        columns = {"resident more GB": (self.most["resident"] - self.before["resident"]) / GB}
-        columns |= {f"{name} GB": self.most[name] / GB for name in ("container", "cached files") if name in self.most}
+        columns = {"resident increase GB": (self.peak["resident"] - self.before["resident"]) / GB}
+        columns |= {f"{name} GB": self.peak[name] / GB for name in ("container", "cached files") if name in self.peak}
         return columns
 
     def _watch(self) -> None:
         while not self._done.wait(0.05):
-            self.most = {name: max(size, self.most[name]) for name, size in self._now().items()}
+            self.peak = {name: max(size, self.peak[name]) for name, size in self._now().items()}
 
     def _now(self) -> dict[str, float]:
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -110,13 +110,13 @@ class Generation:
     def rate(self, seconds: float) -> float:
         """Tokens per second, measured for `seconds`."""
         begin, tokens = time.perf_counter(), 0
-        while (spent := time.perf_counter() - begin) < seconds:
+        while (elapsed := time.perf_counter() - begin) < seconds:
             for _ in range(4):
                 product = self._left @ self._right
             product[0, :64].float().cpu().tolist()
             sum(range(2000))
             tokens += 1
-        return tokens / spent
+        return tokens / elapsed
 
 
 def build(options: argparse.Namespace, device: str) -> FSDPEngine:
@@ -170,28 +170,35 @@ def update(engine: FSDPEngine, device: str) -> float:
 
 
 def save(
-    engine: FSDPEngine, folder: Path, contents: list[str], device: str, seconds: float, usual: float, behind: bool
-) -> dict:
+    engine: FSDPEngine,
+    folder: Path,
+    contents: list[str],
+    device: str,
+    seconds: float,
+    step_seconds: float,
+    in_background: bool,
+) -> dict[str, float]:
     """Measure one save with generation and an optimizer step after its start."""
     generation = Generation(device)
     with HostMemory() as memory:
         begin = time.perf_counter()
-        two_halves = hasattr(engine, "begin_save")
-        if two_halves:
+        is_two_part = hasattr(engine, "begin_save")
+        if is_two_part:
             engine.begin_save(folder, contents)
         else:
             with engine.on_device():
                 engine.save(folder, contents)
-        begun = time.perf_counter() - begin
+        begin_seconds = time.perf_counter() - begin
         rate = generation.rate(seconds)
-        waited = max(0.0, update(engine, device) - usual)
-        if two_halves:
+        wait_seconds = max(0.0, update(engine, device) - step_seconds)
+        if is_two_part:
             engine.finish_save()
         total = time.perf_counter() - begin
     # Blocking saves have written everything before they return.
-    written = total if two_halves and behind else begun
-    figures = {"blocks s": begun + waited, "begin s": begun, "step waited s": waited, "written after s": written}
-    return figures | memory.columns() | {"tokens/s beside it": rate}
+    written = total if is_two_part and in_background else begin_seconds
+    figures = {"blocking s": begin_seconds + wait_seconds, "begin s": begin_seconds}
+    figures |= {"optimizer step delay s": wait_seconds, "written after s": written}
+    return figures | memory.columns() | {"tokens/s during save": rate}
 
 
 def limits(folder: Path, device: str, size: int) -> dict[str, float]:
@@ -207,14 +214,14 @@ def limits(folder: Path, device: str, size: int) -> dict[str, float]:
     zlib.crc32(data.numpy().data)
     seconds["checksum GB/s"] = time.perf_counter() - begin
     if device == "cuda":
-        there, here = data.cuda(), torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        on_device, pinned = data.cuda(), torch.empty(size, dtype=torch.uint8, pin_memory=True)
         for _ in range(2):
             synchronise(device)
             begin = time.perf_counter()
-            here.copy_(there, non_blocking=True)
+            pinned.copy_(on_device, non_blocking=True)
             synchronise(device)
             seconds["device to host GB/s"] = time.perf_counter() - begin
-    return {name: size / spent / GB for name, spent in seconds.items()}
+    return {name: size / elapsed / GB for name, elapsed in seconds.items()}
 
 
 def main() -> None:
@@ -236,9 +243,9 @@ def main() -> None:
     begin = time.perf_counter()
     engine = build(options, device)
     update(engine, device)
-    usual = update(engine, device)
+    step_seconds = update(engine, device)
     started = time.perf_counter() - begin
-    alone = Generation(device).rate(min(seconds, 5.0))
+    idle_rate = Generation(device).rate(min(seconds, 5.0))
     if options.folder is not None:
         Path(options.folder).mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
@@ -247,17 +254,19 @@ def main() -> None:
     try:
         table.append({"save": "limits"} | limits(folder, device, 2**30 if device == "cuda" else 2**26))
         for number in range(1, options.saves + 1):
-            figures = save(engine, folder / str(number), options.contents, device, seconds, usual, not options.at_once)
+            figures = save(
+                engine, folder / str(number), options.contents, device, seconds, step_seconds, not options.at_once
+            )
             written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             if sink is not None:
                 written, sink.bytes = written + sink.bytes, 0
-            table.append({"save": number} | figures | {"tokens/s alone": alone, "GB": written / GB})
+            table.append({"save": number} | figures | {"tokens/s without save": idle_rate, "GB": written / GB})
             shutil.rmtree(folder / str(number))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     offloads = [name for name in ("param", "optimizer") if getattr(options, f"{name}_offload")]
-    way = "save" if not hasattr(engine, "begin_save") else "at once" if options.at_once else "in the background"
-    title = f"checkpoint {options.size} {way}: {' '.join(options.contents)}, sink {options.sink}, "
+    mode = "save" if not hasattr(engine, "begin_save") else "at once" if options.at_once else "in the background"
+    title = f"checkpoint {options.size} {mode}: {' '.join(options.contents)}, sink {options.sink}, "
     title += f"offload {' '.join(offloads) or 'none'}, moments {options.state_dtype}, started in {started:.0f} s"
     report(title, table, options.json)
 

@@ -110,12 +110,12 @@ def start_group(ranks: int) -> tuple[RayResourcePool, RayWorkerGroup]:
 
 
 def calls_per_second(group: RayWorkerGroup, plain: list[Any]) -> list[dict[str, Any]]:
-    ours = median_seconds(group.nothing, 200)
+    compute = median_seconds(group.nothing, 200)
     control = median_seconds(group.ping, 200)
-    by_hand = median_seconds(lambda: ray.get([actor.nothing.remote() for actor in plain]), 200)
+    plain_ray = median_seconds(lambda: ray.get([actor.nothing.remote() for actor in plain]), 200)
     return [
-        {"call on 2 ranks": "compute lane", "ms": ours * 1e3, "calls/s": 1 / ours, "by hand ms": by_hand * 1e3},
-        {"call on 2 ranks": "control lane", "ms": control * 1e3, "calls/s": 1 / control, "by hand ms": by_hand * 1e3},
+        {"call on 2 ranks": lane, "ms": seconds * 1e3, "calls/s": 1 / seconds, "plain Ray ms": plain_ray * 1e3}
+        for lane, seconds in (("compute lane", compute), ("control lane", control))
     ]
 
 
@@ -128,19 +128,19 @@ def growth_with_batch(group: RayWorkerGroup, plain: list[Any], largest_mb: int) 
         start = time.perf_counter()
         group.receive(data)
         share = (time.process_time() - busy) / (time.perf_counter() - start)
-        ours = median_seconds(lambda data=data: group.receive(data), 3)
-        by_hand = median_seconds(
+        verl_seconds = median_seconds(lambda data=data: group.receive(data), 3)
+        plain_ray = median_seconds(
             lambda halves=halves: ray.get([a.receive.remote(half) for a, half in zip(plain, halves, strict=True)]), 3
         )
         copy = median_seconds(lambda data=data: data.batch["x"].clone(), 3)
         rows.append(
             {
                 "batch MB": size,
-                "ms": ours * 1e3,
-                "GB/s": size / 1024 / ours,
-                "by hand ms": by_hand * 1e3,
-                "plain copy ms": copy * 1e3,
-                "× plain copy": ours / copy,
+                "ms": verl_seconds * 1e3,
+                "GB/s": size / 1024 / verl_seconds,
+                "plain Ray ms": plain_ray * 1e3,
+                "copy ms": copy * 1e3,
+                "× copy": verl_seconds / copy,
                 "controller CPU share": share,
             }
         )
@@ -190,7 +190,7 @@ def chains(group: RayWorkerGroup, plain: list[Any], rows: int, prompt: int, resp
         batch.reorder(order)
         group.update(batch.union(scores.select()))
 
-    def by_hand() -> None:
+    def plain_ray() -> None:
         batch = ray.get(plain[0].generate.remote(rows, prompt, response))
         index = torch.from_numpy(order)
         batch = {key: value[index] for key, value in batch.items()} | {"score": scores.batch["score"]}
@@ -201,21 +201,21 @@ def chains(group: RayWorkerGroup, plain: list[Any], rows: int, prompt: int, resp
     for name, work in [
         ("by reference", by_reference),
         ("fetched by the controller", through_the_controller),
-        ("by hand, through the driver", by_hand),
+        ("plain Ray, through the driver", plain_ray),
     ]:
         before = traffic.fetched + traffic.stored
         work()
-        moved = traffic.fetched + traffic.stored - before
+        transferred = traffic.fetched + traffic.stored - before
         if name == "fetched by the controller":
-            moved += token_bytes  # sent out again
-        if name.startswith("by hand"):
-            moved = 2 * token_bytes
+            transferred += token_bytes  # sent to the workers again
+        if name.startswith("plain Ray"):
+            transferred = 2 * token_bytes
         table.append(
             {
                 "generate → balance → union → update": name,
                 "ms": median_seconds(work, 3) * 1e3,
-                "MB through the controller": moved / MB,
-                "% of token bytes": 100 * moved / token_bytes,
+                "MB through the controller": transferred / MB,
+                "% of token bytes": 100 * transferred / token_bytes,
             }
         )
     creation = median_seconds(lambda: rollout(rows, prompt, response), 3)

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/distillation"))
     parser.add_argument("--steps", type=int, default=distill.STEPS)
     parser.add_argument(
-        "--lr", type=float, nargs="+", default=[5e-4, 2e-3], help="the best of them is reported for each mode"
+        "--lr", type=float, nargs="+", default=[5e-4, 2e-3], help="learning rates; the best is reported for each mode"
     )
     parser.add_argument("--modes", nargs="+", default=MODES)
     parser.add_argument("--json", type=Path, default=None, help="append the result to this file")

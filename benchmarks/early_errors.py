@@ -1,7 +1,7 @@
 """Seconds, exit code and last lines of `main_ppo` and the other programs for common mistakes, each in its own folder.
 
-`python benchmarks/early_errors.py [NAME …]`: one row per mistake. A mistake must end with exit code 2 within 5 seconds
-on an idle machine, without starting Ray (imports of user files come on top).
+`python benchmarks/early_errors.py [NAME …]`: one row per mistake. The program must exit with code 2 within 5 seconds on
+an idle machine (plus imports of user files), without starting Ray.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ MISTAKES = [
 ]
 
 
-def good_arguments(program: str, folder: Path, model: Path) -> list[str]:
+def valid_arguments(program: str, folder: Path, model: Path) -> list[str]:
     """The arguments of a correct run of the program."""
     data = parquet(folder, rows(), "good.parquet").partition("=")[2]
     if program == PPO:
@@ -158,13 +158,13 @@ def run(mistake: Mistake, model: Path) -> tuple[float, float, int | None, str]:
     """Wall-clock seconds, CPU seconds, exit code (None: timeout) and output of the command."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arguments = [*good_arguments(mistake.program, folder, model), *mistake.prepare(folder)]
+        arguments = [*valid_arguments(mistake.program, folder, model), *mistake.prepare(folder)]
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "RAY_ADDRESS": "local", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
         command = [sys.executable, "-m", mistake.program, *arguments]
         start, cpu_before = time.monotonic(), _cpu_seconds()
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command,
                 cwd=folder,
                 env=environment | mistake.environment,
@@ -175,8 +175,8 @@ def run(mistake: Mistake, model: Path) -> tuple[float, float, int | None, str]:
             )
         except subprocess.TimeoutExpired as error:
             return time.monotonic() - start, _cpu_seconds() - cpu_before, None, str(error.stdout or "")
-        output = done.stdout.replace(f"{folder}/", "")
-        return time.monotonic() - start, _cpu_seconds() - cpu_before, done.returncode, output
+        output = process.stdout.replace(f"{folder}/", "")
+        return time.monotonic() - start, _cpu_seconds() - cpu_before, process.returncode, output
 
 
 def _cpu_seconds() -> float:

@@ -4,9 +4,9 @@
 
 Three implementations: `fused` (verl.models.fused_head), `full logits` (linear, float32, log_softmax) and `checkpointed`
 (the same on chunks of rows under torch.utils.checkpoint). Peak is the memory allocated in addition to the inputs.
-`of_matmul` is the time that the matmuls alone need (one for the forward pass, three with the backward pass, at the
-rate measured here) as a share of the time taken; an implementation that does not store logits computes them twice and
-can reach 75 % with the backward pass. `rounding` is the relative difference of the weight's gradient from float64 on
+`of_matmul` is the time of the matmuls alone (one for the forward pass, three with the backward pass, at the rate
+measured here) as a share of the measured time; an implementation that does not store logits computes them twice and can
+reach 75 % with the backward pass. `rounding` is the relative difference of the weight's gradient from float64 on
 512 rows. On CUDA a second table compares the bandwidth of the two kernels with that of a copy.
 """
 
@@ -43,11 +43,11 @@ def main() -> None:
     table = []
     for size in args.sizes:
         case = Case(args.tokens, size, args.vocab, args.repeats)
-        table += [row for name, way in WAYS.items() for row in case.rows(name, way)]
+        table += [row for name, implementation in IMPLEMENTATIONS.items() for row in case.rows(name, implementation)]
         for megabytes in args.chunk_mb:
             rows = max(1, megabytes * 2**20 // (args.vocab * 4))
-            way = lambda *inputs, rows=rows: fused(*inputs, chunk_rows=rows)  # noqa: E731
-            table += case.rows(f"fused, {megabytes} MB chunks", way)
+            implementation = lambda *inputs, rows=rows: fused(*inputs, chunk_rows=rows)  # noqa: E731
+            table += case.rows(f"fused, {megabytes} MB chunks", implementation)
         table += Case(args.more_tokens, size, args.vocab, args.repeats).rows("fused", fused)
     dtype = "bfloat16 on cuda" if cuda else "float32 on cpu"
     report(f"head over {args.vocab} tokens, {dtype}", table, args.json)
@@ -79,7 +79,7 @@ def checkpointed(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tenso
     return log_probs, entropy
 
 
-WAYS: dict[str, Callable[..., Statistics]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Statistics]] = {
     "fused": fused,
     "full logits": full_logits,
     "checkpointed": checkpointed,
@@ -99,19 +99,19 @@ class Case:
         self.labels = torch.randint(0, vocab, (tokens,), device=self.device)
         rows = rows_per_chunk(tokens, vocab, self.hidden.element_size(), self.device.type)
         chunk, output = self.hidden.detach()[:rows], self.hidden.new_empty(min(rows, tokens), vocab)
-        multiply = lambda: torch.mm(chunk, self.weight.detach().t(), out=output)  # noqa: E731
-        multiply()
-        self.matmul_s = measure(multiply, 2 * repeats, self.device)[0] * tokens / len(chunk)
+        matmul = lambda: torch.mm(chunk, self.weight.detach().t(), out=output)  # noqa: E731
+        matmul()
+        self.matmul_s = measure(matmul, 2 * repeats, self.device)[0] * tokens / len(chunk)
 
-    def rows(self, name: str, way: Callable[..., Statistics]) -> list[dict[str, object]]:
+    def rows(self, name: str, implementation: Callable[..., Statistics]) -> list[dict[str, object]]:
         inputs = (self.hidden, self.weight, self.labels)
 
         @torch.no_grad()
         def forward() -> None:
-            way(*inputs)
+            implementation(*inputs)
 
         def forward_backward() -> None:
-            log_probs, entropy = way(*inputs)
+            log_probs, entropy = implementation(*inputs)
             (log_probs + 0.01 * entropy).mean().backward()
             self.hidden.grad = self.weight.grad = None
 
@@ -120,7 +120,7 @@ class Case:
             run()
             seconds, _ = measure(run, self.repeats, self.device)
             row: dict[str, object] = {
-                "way": name,
+                "implementation": name,
                 "pass": mode,
                 "tokens": self.tokens,
                 "hidden": self.hidden.shape[1],
@@ -130,23 +130,23 @@ class Case:
                 "peak_GB": round(peak_bytes(run, self.device) / 1e9, 3),
             }
             if matmuls > 1:
-                row["rounding"] = f"{self.rounding(way):.1e}"
+                row["rounding"] = f"{self.rounding(implementation):.1e}"
             table.append(row)
         return table
 
-    def rounding(self, way: Callable[..., Statistics]) -> float:
+    def rounding(self, implementation: Callable[..., Statistics]) -> float:
         rows = min(PRECISION_ROWS, self.tokens)
 
-        def gradient(way: Callable[..., Statistics], dtype: torch.dtype) -> torch.Tensor:
+        def gradient(implementation: Callable[..., Statistics], dtype: torch.dtype) -> torch.Tensor:
             hidden, weight = (value.detach().to(dtype).requires_grad_() for value in (self.hidden[:rows], self.weight))
-            log_probs, entropy = way(hidden, weight, self.labels[:rows])
+            log_probs, entropy = implementation(hidden, weight, self.labels[:rows])
             # Advantages of both signs, as in training.
             signs = torch.linspace(-1.0, 1.0, rows, device=self.device)
             return torch.autograd.grad((log_probs * signs + 0.01 * entropy).sum(), weight)[0].double()
 
         # The reference in float64 comes from the fused head itself in chunks: full logits would not fit.
-        true = gradient(lambda *inputs: fused(*inputs, chunk_rows=64), torch.float64)
-        return float((gradient(way, self.hidden.dtype) - true).norm() / true.norm())
+        reference = gradient(lambda *inputs: fused(*inputs, chunk_rows=64), torch.float64)
+        return float((gradient(implementation, self.hidden.dtype) - reference).norm() / reference.norm())
 
 
 def kernel_rows(vocab: int, repeats: int) -> list[dict[str, object]]:

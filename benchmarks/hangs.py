@@ -2,7 +2,7 @@
 function in a deadlock.
 
 Real runs of `main_ppo` on Ray, two ranks on CPU, a tiny model. A trainer subclass stops the rank (SIGSTOP) during
-the phase; measured are the seconds until the run's output names it, and until the run ends after
+the phase; measured are the seconds until the run's output contains the diagnosis, and until the run ends after
 `trainer.hang_timeout`. In addition: the cost of hang detection per step of a healthy run.
 """
 
@@ -56,15 +56,15 @@ class Stopping(RayPPOTrainer):
         os.environ["STEP"] = str(self.global_steps)
         return super()._compute_reward(*args, **kwargs)
 """
-WATCHED = """
+DETECTOR = """
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
 class Stopping(RayPPOTrainer):
     def _step(self, batch):
         ended = super()._step(batch)
-        watched = self.hang_detector.seconds * 1e3 / self.global_steps
-        print(f"WATCHED {watched} ms in {self.phases.seconds['step']} s", flush=True)
+        detector_ms = self.hang_detector.seconds * 1e3 / self.global_steps
+        print(f"DETECTOR {detector_ms} ms in {self.phases.seconds['step']} s", flush=True)
         return ended
 """
 REWARD = """
@@ -118,28 +118,28 @@ def hang(folder: Path, name: str, timeout: float, limit: float) -> dict[str, Any
 
 
 def follow(process: subprocess.Popen[str], pattern: re.Pattern[str], limit: float) -> dict[str, Any]:
-    """Seconds from the stop to the line that names it, and to the end of the run."""
-    stopped, named, sentence, lines = None, None, None, []
+    """Seconds from the stop to the line with the diagnosis, and to the end of the run."""
+    stopped, reported, diagnosis, lines = None, None, None, []
     for line in output_of(process, limit):
         lines.append(line)
         if (stop := re.search(r"STOPPED ([\d.]+)", line)) is not None:
             stopped = float(stop[1])
-        if named is None and (match := pattern.search(line)) is not None:
-            named, sentence = time.time(), match[1]
-    if stopped is None or named is None:
+        if reported is None and (match := pattern.search(line)) is not None:
+            reported, diagnosis = time.time(), match[1]
+    if stopped is None or reported is None:
         sys.stderr.write("".join(lines[-60:]))
-        return {"exit code": process.wait(), "sentence": "NOT NAMED"}
-    since = {"named after s": round(named - stopped, 1), "ended after s": round(time.time() - stopped, 1)}
-    return {**since, "exit code": process.wait(), "sentence": sentence}
+        return {"exit code": process.wait(), "diagnosis": "NOT REPORTED"}
+    seconds = {"reported after s": round(reported - stopped, 1), "ended after s": round(time.time() - stopped, 1)}
+    return {**seconds, "exit code": process.wait(), "diagnosis": diagnosis}
 
 
 def cost(folder: Path, limit: float) -> dict[str, Any]:
     """CPU time of the hang detector per step, in a healthy run with long phases."""
     folder.mkdir()
-    (folder / "trainer.py").write_text(WATCHED)
+    (folder / "trainer.py").write_text(DETECTOR)
     process = start(folder, "data.max_response_length=384", "actor_rollout_ref.rollout.ignore_eos=True")
     matches = [
-        match for line in output_of(process, limit) if (match := re.search(r"WATCHED ([\d.]+) ms in ([\d.]+)", line))
+        match for line in output_of(process, limit) if (match := re.search(r"DETECTOR ([\d.]+) ms in ([\d.]+)", line))
     ]
     rate = {"hang detection, ms per step": float(matches[-1][1]), "step s": float(matches[-1][2])} if matches else {}
     return {"ranks": 2, **rate, "exit code": process.wait()}

@@ -2,9 +2,9 @@
 
     python benchmarks/health_rules.py [--folder build/health_rules] [--cases "constant reward" ...] [--json FILE]
 
-The task, model and settings are those of examples/quickstart; each case breaks one thing. While a run trains, its
-recording is checked as `verl view` does; the run is stopped when an expected rule reports a finding. `healthy` runs to
-its end and lists the rules that reported anything.
+The task, model and settings are those of examples/quickstart; each case introduces one fault. During the run its
+recording is checked as in `verl view`; the run is stopped when an expected rule reports a finding. `healthy` runs to
+completion and lists all findings.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def watch(case: Case, run: Path, process: subprocess.Popen[bytes], deadline: flo
 
 
 def _tables(run: Path) -> health.RunTables | None:
-    """What the rules read; None before anything is recorded."""
+    """The tables that the rules read; None before anything is recorded."""
     try:
         return health.load(recording.read(run), time.time())
     except RecordingError:

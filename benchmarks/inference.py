@@ -41,10 +41,10 @@ def measure(system: str, shape: str, device: str, quick: bool, repeats: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         config.architectures = [{"qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}[config.model_type]]
         config.save_pretrained(folder)
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         engine = SYSTEMS[system](folder, config, device, slots, max_len)
         try:
-            print(f"{system} {shape}: started in {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+            print(f"{system} {shape}: start-up took {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
             for case in cases:
                 yield _row(engine, system, case, limits, slots, repeats)
             if system == "native":
@@ -76,9 +76,9 @@ def _weight_sync(engine: Any, limits: HardwareLimits, device: str) -> Row:
     from verl.utils.weight_fingerprint import fingerprints
 
     rollout, times = engine.rollout, []
-    begun = time.perf_counter()
-    rollout.release(["kv_cache"])  # as during training: makes room for the second copy of the weights
-    asleep = time.perf_counter() - begun
+    begin = time.perf_counter()
+    rollout.release(["kv_cache"])  # as during training: frees memory for the second copy of the weights
+    sleep_seconds = time.perf_counter() - begin
     source = {name: tensor.to(torch.float32, copy=True) for name, tensor in rollout.weights.items()}
     expected = fingerprints(source, rollout.weight_dtype)
     for version in range(2, 6):
@@ -91,14 +91,14 @@ def _weight_sync(engine: Any, limits: HardwareLimits, device: str) -> Row:
         times.append(time.perf_counter() - start)
     numbers = sum(t.numel() for t in source.values())
     del source
-    begun = time.perf_counter()
+    begin = time.perf_counter()
     rollout.resume()
     synchronise(device)
-    asleep += time.perf_counter() - begun
+    sleep_seconds += time.perf_counter() - begin
     size = numbers * (4 + rollout.weight_dtype.itemsize)
     return {
         "case": "weight sync (fp32 in this process)", "system": "native", "seconds": min(times),
-        "sleep + wake s": asleep, "limit s": size / limits.bandwidth,
+        "sleep + wake s": sleep_seconds, "limit s": size / limits.bandwidth,
     }  # fmt: skip
 
 
@@ -113,8 +113,10 @@ def side_by_side(rows: list[Row]) -> list[Row]:
         line: Row = {"case": case} | {f"{system} tokens/s": row["tokens/s"] for system, row in by_system.items()}
         native = by_system.get("native")
         if native is not None:
-            others = {system: row for system, row in by_system.items() if system != "native"}
-            line |= {f"native / {system}": native["tokens/s"] / row["tokens/s"] for system, row in others.items()}
+            other_systems = {system: row for system, row in by_system.items() if system != "native"}
+            line |= {
+                f"native / {system}": native["tokens/s"] / row["tokens/s"] for system, row in other_systems.items()
+            }
             line |= {f"native {key}": native[key] for key in _STEP_COLUMNS if key in native}
         table.append(line)
     return table

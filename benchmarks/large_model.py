@@ -45,8 +45,8 @@ def work_of(steps: int) -> Work:
 
 def measure(mode: str, folder: Path, checkpoints: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of the run and of the resumed run of a mode."""
-    place = checkpoints / mode
-    keys = [f"{ACTOR}.use_dynamic_bsz=True", f"trainer.default_local_dir={place}"]
+    checkpoint_folder = checkpoints / mode
+    keys = [f"{ACTOR}.use_dynamic_bsz=True", f"trainer.default_local_dir={checkpoint_folder}"]
     keys += [f"{MODEL}.lora_rank={options.lora_rank}"] if mode == "lora" else []
     saves = mode == "lora" or not torch.cuda.is_available() or has_space_for_full(checkpoints)
     keys += [_SAVED] if saves else []
@@ -54,10 +54,12 @@ def measure(mode: str, folder: Path, checkpoints: Path, options: argparse.Namesp
     if not saves:
         rows[0].setdefault("note", f"no checkpoint: {checkpoints} is too small")
     elif rows[0]["steps"] == STEPS:
-        rows[0]["checkpoint GB"] = sum(file.stat().st_size for file in place.rglob("*") if file.is_file()) / 2**30
+        rows[0]["checkpoint GB"] = (
+            sum(file.stat().st_size for file in checkpoint_folder.rglob("*") if file.is_file()) / 2**30
+        )
         keys += ["trainer.resume_mode=auto"]
         rows.append({"mode": mode, "run": "resumed, 1 step", **run(mode, folder, keys, STEPS + 1, options.limit)})
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(checkpoint_folder, ignore_errors=True)
     return rows
 
 
@@ -76,13 +78,15 @@ def run(mode: str, folder: Path, keys: Sequence[str], steps: int, limit: float) 
     begin = time.monotonic()
     problem = run_limited(command(work, folder, mode, list(keys)), folder, environment, log, limit)
     total = time.monotonic() - begin
-    done = training_steps(metrics)[before:]
-    measured = done[1:] or done
-    row: dict[str, Any] = {"steps": len(done)}
-    if done:
-        row |= {"step, s": _mean(measured, "timing_s/step"), "first step, s": done[0]["timing_s/step"]}
+    steps_done = training_steps(metrics)[before:]
+    measured = steps_done[1:] or steps_done
+    row: dict[str, Any] = {"steps": len(steps_done)}
+    if steps_done:
+        row |= {"step, s": _mean(measured, "timing_s/step"), "first step, s": steps_done[0]["timing_s/step"]}
         row |= {f"{phase}, s": _mean(measured, f"timing_s/{phase}") for phase in _PHASES}
-        row["peak GB"] = max((v for step in done for k, v in step.items() if k.startswith("memory_gb/")), default=None)
+        row["peak GB"] = max(
+            (v for step in steps_done for k, v in step.items() if k.startswith("memory_gb/")), default=None
+        )
     row["start-up, s"] = sum(seconds for _, seconds in logged_phases(log.read_text(errors="replace")))
     row["command, s"] = total
     return row | ({"note": problem} if problem else {})

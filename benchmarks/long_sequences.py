@@ -80,9 +80,9 @@ def measure_generation(shape: str, response: int, sequences: int, device: str) -
         row = {"phase": "decode", "length": context, "sequences": sequences, "s": seconds}
         table.append(row | {"tokens/s": sequences / seconds})
     mean = sum(row["s"] for row in table) / len(table)
-    whole = {"phase": "generation", "length": response, "sequences": sequences, "s": mean * response}
+    response_row = {"phase": "generation", "length": response, "sequences": sequences, "s": mean * response}
     peak = torch.cuda.max_memory_allocated() / 2**30 + engine.kv.region.size / 2**30 if device == "cuda" else None
-    return [*table, whole | {"tokens/s": sequences / mean, "peak GB": peak}]
+    return [*table, response_row | {"tokens/s": sequences / mean, "peak GB": peak}]
 
 
 def plan_rows(shape: str, lengths: list[int], gpu: str) -> list[dict[str, Any]]:
@@ -95,10 +95,16 @@ def plan_rows(shape: str, lengths: list[int], gpu: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         context = max(lengths) * 8
         shape_config(shape, max_position_embeddings=context).save_pretrained(folder)
-        given = ["algorithm=grpo", f"actor_rollout_ref.model.path={folder}", "data.train_batch_size=16", "--gpu", gpu]
-        given += ["actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.rollout.n=4"]
-        given += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
-        run = planned_run(parse_arguments([*given, "--gpus", "1", "data.max_prompt_length=1024"]))
+        overrides = [
+            "algorithm=grpo",
+            f"actor_rollout_ref.model.path={folder}",
+            "data.train_batch_size=16",
+            "--gpu",
+            gpu,
+        ]
+        overrides += ["actor_rollout_ref.actor.ppo_mini_batch_size=16", "actor_rollout_ref.rollout.n=4"]
+        overrides += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
+        run = planned_run(parse_arguments([*overrides, "--gpus", "1", "data.max_prompt_length=1024"]))
         limit = largest_length(run.config, context, run.load, run.plan)
         rows.append({"plan": "longest response on one device", "tokens": limit.value, "limit": limit.limit})
         for length in [*lengths, 2 * max(lengths), 4 * max(lengths)]:
@@ -106,7 +112,7 @@ def plan_rows(shape: str, lengths: list[int], gpu: str) -> list[dict[str, Any]]:
                 keys = [f"data.max_response_length={length - 1024}", "data.max_prompt_length=1024"]
                 keys.append(f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ranks}")
                 try:
-                    run = planned_run(parse_arguments([*given, "--gpus", str(ranks), *keys]))
+                    run = planned_run(parse_arguments([*overrides, "--gpus", str(ranks), *keys]))
                     plan = run.plan(run.config)
                 except ValueError:  # a size that does not divide the heads
                     continue

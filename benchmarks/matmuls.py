@@ -41,11 +41,18 @@ def rows_of(name: str, rows: int, size: tuple[int, int], bandwidth: float, rate:
     read, multiply = out_size * inner * 2 / bandwidth * 1e6, 2 * rows * out_size * inner / rate * 1e6
     results: list[dict[str, Any]] = []
 
-    def add(how: str, run: Run, result: torch.Tensor | None = None) -> None:
+    def add(implementation: str, run: Run, result: torch.Tensor | None = None) -> None:
         us = seconds_each(run, copies) * 1e6
-        rate_here = 2e-6 * rows * out_size * inner / us
-        row = {"matmul": name, "rows": rows, "how": how, "us": us, "read us": read, "multiply us": multiply}
-        row |= {"TFLOP/s": rate_here}
+        measured_rate = 2e-6 * rows * out_size * inner / us
+        row = {
+            "matmul": name,
+            "rows": rows,
+            "implementation": implementation,
+            "us": us,
+            "read us": read,
+            "multiply us": multiply,
+        }
+        row |= {"TFLOP/s": measured_rate}
         if result is not None:
             run(0)
             row["error"] = ((result.float() - expected).norm() / expected.norm()).item()
@@ -60,8 +67,8 @@ def rows_of(name: str, rows: int, size: tuple[int, int], bandwidth: float, rate:
     out = torch.empty(rows, out_size, device="cuda", dtype=torch.float32 if wide else torch.bfloat16)
     library = CublasLt(rows, out_size, inner, wide)
     for number, choice in enumerate(library.choices(12)):
-        how = f"cuBLASLt's choice {number} (waves {choice.waves:.2f}, workspace {choice.workspace >> 10} KB)"
-        add(how, lambda i, choice=choice: library.run(choice, x, weights[i], out), out)
+        implementation = f"cuBLASLt choice {number} (waves {choice.waves:.2f}, workspace {choice.workspace >> 10} KB)"
+        add(implementation, lambda i, choice=choice: library.run(choice, x, weights[i], out), out)
     return results
 
 
@@ -79,8 +86,8 @@ def main() -> None:
     for name, size in weights_of(shape).items():
         for rows in args.rows:
             results = rows_of(name, rows, size, bandwidth, rate)
-            first, others = results[0], sorted(results[1:], key=lambda row: row["us"])
-            report(f"{name} {list(size)}, {rows} rows", [first, *others[:5]], args.json)
+            first, slower = results[0], sorted(results[1:], key=lambda row: row["us"])
+            report(f"{name} {list(size)}, {rows} rows", [first, *slower[:5]], args.json)
 
 
 class CublasLt:
@@ -115,12 +122,12 @@ class CublasLt:
         return list(results[: number.value])
 
     def run(self, choice: Any, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+        alpha, beta = ctypes.c_float(1.0), ctypes.c_float(0.0)
         left, right, result = self._layouts
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         a, b, c, space = (ctypes.c_void_p(t.data_ptr()) for t in (weight, x, out, self._space))
         self._call(
-            "cublasLtMatmul", self._handle, self._operation, ctypes.byref(one), a, left, b, right, ctypes.byref(zero),
+            "cublasLtMatmul", self._handle, self._operation, ctypes.byref(alpha), a, left, b, right, ctypes.byref(beta),
             c, result, c, result, ctypes.byref(choice.algorithm), space, ctypes.c_size_t(self._space.numel()), stream,
         )  # fmt: skip
 

@@ -195,8 +195,8 @@ def current_commit() -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(_REPOSITORY), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        return process.stdout.strip()
 
     commit = git("rev-parse", "--short=10", "HEAD")
     return f"{commit}{'+' if git('status', '--porcelain') else ''}" if commit else "unknown"

@@ -42,18 +42,18 @@ def write_checkpoint(shape: str, folder: Path, ranks: int) -> int:
     from verl.models.loading import empty_model
 
     config = shape_config(shape)
-    skeleton = empty_model(config, "causal_lm", torch.float32)
+    meta_model = empty_model(config, "causal_lm", torch.float32)
     config.dtype = torch.bfloat16
     config.save_pretrained(folder / "huggingface")
-    state = dict(skeleton.named_parameters())
+    state = dict(meta_model.named_parameters())
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         mesh, parts = init_device_mesh("cpu", (ranks,)), {}
-        for name, like in state.items():
-            chunk = math.ceil(like.shape[0] / ranks)
-            rows = max(0, min(like.shape[0] - rank * chunk, chunk))
-            local = torch.empty(rows, *like.shape[1:]).uniform_(-0.02, 0.02)
-            size, stride = like.shape, like.stride()
+        for name, parameter in state.items():
+            chunk = math.ceil(parameter.shape[0] / ranks)
+            rows = max(0, min(parameter.shape[0] - rank * chunk, chunk))
+            local = torch.empty(rows, *parameter.shape[1:]).uniform_(-0.02, 0.02)
+            size, stride = parameter.shape, parameter.stride()
             parts[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=size, stride=stride)
         torch.save(parts, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
         dist.destroy_process_group()
@@ -73,17 +73,17 @@ def load_and_save(source: Path, target: Path) -> None:
     _to_disk(target)
 
 
-WAYS: dict[str, Callable[[Path, Path], None]] = {"merger": merge, "transformers": load_and_save}
+METHODS: dict[str, Callable[[Path, Path], None]] = {"merger": merge, "transformers": load_and_save}
 
 
-def measure_in_process(way: str, source: Path, target: Path) -> dict[str, Any]:
+def measure_in_process(method: str, source: Path, target: Path) -> dict[str, Any]:
     """Run `measure` in a child process."""
-    command = [sys.executable, __file__, "--measure", way, str(source), str(target)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout) if done.returncode == 0 else {"failed": f"exit code {done.returncode}"}
+    command = [sys.executable, __file__, "--measure", method, str(source), str(target)]
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    return json.loads(process.stdout) if process.returncode == 0 else {"failed": f"exit code {process.returncode}"}
 
 
-def measure(way: str, source: Path, target: Path) -> None:
+def measure(method: str, source: Path, target: Path) -> None:
     import transformers.modeling_utils  # noqa: F401
 
     import verl.model_merger.merging  # noqa: F401
@@ -91,9 +91,9 @@ def measure(way: str, source: Path, target: Path) -> None:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before, begin = _resident("VmRSS"), time.perf_counter()
-    WAYS[way](source, target)
-    spent = time.perf_counter() - begin
-    print(json.dumps({"seconds": spent, "peak GB": (_resident("VmHWM") - before) / GB}))
+    METHODS[method](source, target)
+    seconds = time.perf_counter() - begin
+    print(json.dumps({"seconds": seconds, "peak GB": (_resident("VmHWM") - before) / GB}))
 
 
 def _resident(field: str) -> int:
@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", default=None, help="folder for the files (8 bytes per weight), which are deleted at the end"
     )
-    parser.add_argument("--measure", nargs=3, metavar=("WAY", "FROM", "TO"), help=argparse.SUPPRESS)
+    parser.add_argument("--measure", nargs=3, metavar=("METHOD", "FROM", "TO"), help=argparse.SUPPRESS)
     parser.add_argument("--json", default=None)
     options = parser.parse_args()
     if options.measure:
@@ -155,14 +155,24 @@ def main() -> None:
         written = size_of(folder / "merged", "*.safetensors")
         shutil.rmtree(source)
         table = [
-            {"way": "merger", **row, "2 x largest tensor GB": 2 * largest / GB, "GB read": read, "GB written": written},
             {
-                "way": "transformers load + save of the result",
+                "method": "merger",
+                **row,
+                "2 x largest tensor GB": 2 * largest / GB,
+                "GB read": read,
+                "GB written": written,
+            },
+            {
+                "method": "transformers load + save of the result",
                 **measure_in_process("transformers", folder / "merged", folder / "saved"),
                 "GB read": written,
                 "GB written": written,
             },
-            {"way": "limit: the disk", "seconds": read / limit["read GB/s"] + written / limit["write GB/s"], **limit},
+            {
+                "method": "limit: the disk",
+                "seconds": read / limit["read GB/s"] + written / limit["write GB/s"],
+                **limit,
+            },
         ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

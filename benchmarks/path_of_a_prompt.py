@@ -37,12 +37,12 @@ def main() -> None:
     lines = {file: len(Path(file).read_text().splitlines()) for file in functions}
     function_lines = sum(_line_count(code) for codes in functions.values() for code in codes)
     rows: list[dict[str, Any]] = [
-        {"what": "files", "count": len(functions)},
-        {"what": "lines of these files", "count": sum(lines.values())},
-        {"what": "lines of called functions", "count": function_lines},
+        {"quantity": "files", "count": len(functions)},
+        {"quantity": "lines of these files", "count": sum(lines.values())},
+        {"quantity": "lines of called functions", "count": function_lines},
     ]
     if verbose:
-        rows += [{"what": os.path.relpath(file, ROOT), "count": lines[file]} for file in sorted(functions)]
+        rows += [{"quantity": os.path.relpath(file, ROOT), "count": lines[file]} for file in sorted(functions)]
     report("path of a GRPO prompt", rows)
 
 

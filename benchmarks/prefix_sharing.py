@@ -62,7 +62,7 @@ def groups(tokens: Tokens, prompts: int, n: int, prompt: int, response: int) -> 
 
 
 def agents(tokens: Tokens, prompts: int, n: int, turns: int) -> Rows:
-    """Tool agents: the prompt of a turn has the answers (64 of 256 tokens) and tool results (256) of earlier turns."""
+    """Tool agents: the prompt of a turn has responses (64 of 256 tokens) and tool results (256) of earlier turns."""
     rows: Rows = []
     for question in (tokens(512) for _ in range(prompts)):
         for _ in range(n):
@@ -92,9 +92,9 @@ def batch(rows: Rows, vocabulary: int) -> DataProto:
         columns = slice(widths[0] - len(prompt), widths[0] + len(response))
         ids[row, columns] = torch.tensor(prompt + response)
         mask[row, columns] = 1
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     responses = mask[:, widths[0] :]
-    advantages = torch.randn(len(rows), 1, generator=draw).expand_as(responses)
+    advantages = torch.randn(len(rows), 1, generator=generator).expand_as(responses)
     tensors = {
         "input_ids": ids,
         "attention_mask": mask,

@@ -1,4 +1,4 @@
-"""Killable processes: ours (verl/utils/process_pool) compared with pebble and loky.
+"""Process pools with time limits: ours (verl/utils/process_pool) compared with pebble and loky.
 
     python benchmarks/process_pool.py [--calls 4000] [--pools ours pebble loky] [--json results.jsonl]   (needs both)
 
@@ -28,7 +28,7 @@ import _pool_tasks as tasks
 from _report import report
 
 WORKERS = 2
-PATIENCE = 8.0
+EXIT_TIMEOUT_S = 8.0
 
 
 class Pool(Protocol):
@@ -167,15 +167,15 @@ def hanging(pool: Pool, title: str, function: Callable[..., Any]) -> dict[str, A
     arguments = (1000,) if function is time.sleep else ()
     began = time.perf_counter()
     call = pool.submit(function, *arguments, limit=0.5)
-    other = pool.submit(time.sleep, 0.0)  # occupies the second worker
+    second_call = pool.submit(time.sleep, 0.0)  # occupies the second worker
     error = call.exception(timeout=60)
     stopped = time.perf_counter() - began - 0.5
-    other.exception(timeout=60)
+    second_call.exception(timeout=60)
     results = [pool.submit(tasks.reward, "#### 1", "1") for _ in range(WORKERS)]
-    works = all(result.exception(timeout=60) is None for result in results)
+    is_pool_usable = all(result.exception(timeout=60) is None for result in results)
     replaced = time.perf_counter() - began - 0.5
-    state = "stopped" if error is not None and works else "NOT stopped"
-    key = f"call that {title}: stopped, replaced after, ms"
+    state = "killed" if error is not None and is_pool_usable else "NOT killed"
+    key = f"call that {title}: killed, worker replaced after, ms"
     return {key: f"{state} {1000 * stopped:.0f}, {1000 * replaced:.0f}"}
 
 
@@ -207,7 +207,7 @@ def child_state(pool: Pool, hang: bool) -> str:
             pid = int(text.read())
     if not hang:
         pool.close()
-    return gone_or_alive([pid])
+    return state_of_processes([pid])
 
 
 def orphans(name: str) -> str:
@@ -217,7 +217,7 @@ def orphans(name: str) -> str:
     pids = [int(pid) for pid in caller.stdout.readline().split()]
     caller.kill()
     caller.wait()
-    return gone_or_alive(pids)
+    return state_of_processes(pids)
 
 
 def hang(pool: Pool) -> None:
@@ -233,14 +233,14 @@ def hang(pool: Pool) -> None:
     time.sleep(1000)
 
 
-def gone_or_alive(pids: list[int]) -> str:
-    end = time.monotonic() + PATIENCE
+def state_of_processes(pids: list[int]) -> str:
+    end = time.monotonic() + EXIT_TIMEOUT_S
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.02)
     left = [pid for pid in pids if alive(pid)]
     for pid in left:
         os.kill(pid, signal.SIGKILL)
-    return f"{len(left)} of {len(pids)} alive" if left else "gone"
+    return f"{len(left)} of {len(pids)} alive" if left else "none alive"
 
 
 def alive(pid: int) -> bool:

@@ -71,7 +71,7 @@ class Limits:
         self.clone = median_seconds(lambda: [piece.clone() for piece in pieces], self._repeats)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The limits themselves, as last measured."""
+        """The limits of the last measurement."""
         return [
             self.row("plain clone (flat pieces of 256 MB)", self.clone),
             self.row("plain copy_ into existing memory", self.copy),
@@ -92,18 +92,18 @@ class Limits:
 def in_process(data: DataProto, limits: Limits, repeats: int) -> list[dict[str, Any]]:
     """Views, gathers and pickles, compared with the same on a dict of tensors."""
     plain = dict(data.batch.items())
-    twin = data.select(deepcopy=True)
+    equal_data = data.select(deepcopy=True)
     order = torch.randperm(len(data))
     count = math.gcd(8, len(data))
     parts, plain_parts = data.chunk(count), [dict(part.batch.items()) for part in data.chunk(count)]
     half = list(plain)[: len(plain) // 2 or 1]
-    rest = data.select([key for key in plain if key not in half] or half, [])
+    other_half = data.select([key for key in plain if key not in half] or half, [])
     cases: list[tuple[str, Callable[[], Any], Callable[[], Any] | None]] = [
         (f"split into {count} (views)", lambda: data.split(len(data) // count), None),
         (f"chunk into {count} (views)", lambda: data.chunk(count), None),
         ("select half of the columns (views)", lambda: data.select(half), None),
-        ("union of halves (views)", lambda: data.select(half).union(rest), None),
-        ("union of equal columns (compared)", lambda: data.select().union(twin), None),
+        ("union of halves (views)", lambda: data.select(half).union(other_half), None),
+        ("union of equal columns (compared)", lambda: data.select().union(equal_data), None),
         (
             f"concat {count} parts",
             lambda: DataProto.concat(parts),
@@ -123,9 +123,10 @@ def in_process(data: DataProto, limits: Limits, repeats: int) -> list[dict[str, 
         ("pickle dumps + loads, out-of-band", lambda: pickle_out_of_band(data), lambda: pickle_out_of_band(plain)),
     ]
     table = []
-    for name, ours, theirs in cases:
-        seconds = median_seconds(ours, repeats)
-        table.append(limits.row(name, seconds, median_seconds(theirs, repeats) if theirs else None))
+    for name, operation, dict_operation in cases:
+        seconds = median_seconds(operation, repeats)
+        dict_seconds = median_seconds(dict_operation, repeats) if dict_operation else None
+        table.append(limits.row(name, seconds, dict_seconds))
     return table
 
 
@@ -134,20 +135,20 @@ def on_disk(data: DataProto, limits: Limits, repeats: int) -> list[dict[str, Any
     plain = dict(data.batch.items())
     limits.measure()
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = Path(folder) / "ours.pt", Path(folder) / "theirs.pt"
+        batch_file, dict_file = Path(folder) / "batch.pt", Path(folder) / "dict.pt"
 
         def save_plainly() -> None:
-            with theirs.open("wb") as stream:
+            with dict_file.open("wb") as stream:
                 torch.save(plain, stream)
                 stream.flush()
                 os.fsync(stream.fileno())
 
-        save_s = median_seconds(lambda: data.save_to_disk(ours), repeats)
+        save_s = median_seconds(lambda: data.save_to_disk(batch_file), repeats)
         table = [limits.row("save_to_disk", save_s, median_seconds(save_plainly, repeats))]
-        load_s = median_seconds(lambda: DataProto.load_from_disk(ours), repeats)
-        plain_s = median_seconds(lambda: torch.load(theirs, weights_only=True), repeats)
+        load_s = median_seconds(lambda: DataProto.load_from_disk(batch_file), repeats)
+        plain_s = median_seconds(lambda: torch.load(dict_file, weights_only=True), repeats)
         table.append(limits.row("load_from_disk (mapped)", load_s, plain_s))
-        load_s = median_seconds(lambda: DataProto.load_from_disk(ours).batch.clone(), repeats)
+        load_s = median_seconds(lambda: DataProto.load_from_disk(batch_file).batch.clone(), repeats)
         table.append(limits.row("load_from_disk + copy (cached file)", load_s, plain_s))
     return table
 
@@ -172,15 +173,15 @@ def through_ray(data: DataProto, limits: Limits, repeats: int) -> list[dict[str,
             put_get(data)
         limits.measure()
         table = []
-        for name, ours, theirs in (
+        for name, operation, dict_operation in (
             ("ray put + get (aliases the store)", lambda: put_get(data), lambda: put_get(plain)),
             ("ray put + get + batch (a private copy)", lambda: put_get(data).batch, None),
             ("ray put + get of half the rows (views)", lambda: put_get(data[: len(data) // 2]), None),
         ):
-            # Freeing a stored object is asynchronous; the pause lets its pages come back before the next put.
-            seconds = median_seconds(ours, repeats, pause=0.3)
-            other = median_seconds(theirs, repeats, pause=0.3) if theirs else None
-            table.append(limits.row(name, seconds, other))
+            # Freeing a stored object is asynchronous; after the pause its pages are available to the next put.
+            seconds = median_seconds(operation, repeats, pause=0.3)
+            dict_seconds = median_seconds(dict_operation, repeats, pause=0.3) if dict_operation else None
+            table.append(limits.row(name, seconds, dict_seconds))
         return table
     finally:
         ray.shutdown()

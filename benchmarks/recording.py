@@ -3,8 +3,9 @@
     python benchmarks/recording.py [FOLDER] [--steps 1000] [--groups 128] [--answers 8] [--tokens 400] [--seed 0]
 
 The recording (`FOLDER/record`) has all streams: metrics with a learning curve, phases of 8 ranks, engine and device
-series, groups, trajectories with texts and log-probs, validation answers every 20 steps, a restart at half the run. It
-is written by the writer of training runs. `--measure` reads an existing one. Tests of the viewer use `write_recording`.
+series, groups, trajectories with texts and log-probs, validation responses every 20 steps, a restart in the middle of
+the run. It is written with the writer of training runs. `--measure` reads an existing recording. Tests of the viewer
+use `write_recording`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main() -> None:
 def write_recording(
     folder: Path, steps: int, groups: int = 128, answers: int = 8, tokens: int = 400, seed: int = 0
 ) -> float:
-    """Write `folder/record`; return the seconds it took. `tokens`: mean length of an answer."""
+    """Write `folder/record`; return the seconds it took. `tokens`: mean length of a response."""
     begin, rng = time.perf_counter(), np.random.default_rng(seed)
     texts = _Texts(rng)
     restart = steps // 2 + 1
@@ -84,10 +85,10 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     """Seconds to open the recording and to read parts of it, and the peak memory of this process."""
     rows = []
 
-    def timed(what: str, call: Callable[[], Any]) -> Any:
+    def timed(label: str, call: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
         result = call()
-        rows.append({"what": what, "seconds": round(time.perf_counter() - begin, 3)})
+        rows.append({"query": label, "seconds": round(time.perf_counter() - begin, 3)})
         return result
 
     run = timed("open", lambda: recording.read(folder))
@@ -104,8 +105,8 @@ def measure(folder: Path) -> list[dict[str, Any]]:
     timed("validation of a step", lambda: run.validation.table(step=run.validation.steps[-1]))
     timed("groups of all steps, 3 fields", lambda: run.groups.table(["step", "score_mean", "score_std"]))
     size = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
-    rows.append({"what": f"{len(metrics)} steps, GB on disk", "seconds": round(size / 1e9, 3)})
-    rows.append({"what": "peak memory, MB", "seconds": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024})
+    rows.append({"query": f"{len(metrics)} steps, GB on disk", "seconds": round(size / 1e9, 3)})
+    rows.append({"query": "peak memory, MB", "seconds": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024})
     return rows
 
 
@@ -169,8 +170,8 @@ def _write_lines(writer: RecordWriter, step: int, steps: int, answers: int, rng:
         data |= {"val-core/math/acc/mean@1/low": accuracy - 0.03, "val-core/math/acc/mean@1/high": accuracy + 0.03}
     writer.line("metrics", {"step": step, "time": start + _STEP_S, "data": data})
     for name, seconds in _PHASES.items():
-        place = {"step": step, "host": "node0", "pid": 1}
-        writer.line("phases", place | {"track": "controller", "phase": name, "start": start, "end": start + seconds})
+        source = {"step": step, "host": "node0", "pid": 1}
+        writer.line("phases", source | {"track": "controller", "phase": name, "start": start, "end": start + seconds})
         for rank in range(_RANKS):
             if name in _METHODS:
                 track = {"track": f"actor_rollout/{rank}", "phase": _METHODS[name], "pid": 10 + rank}
@@ -179,7 +180,7 @@ def _write_lines(writer: RecordWriter, step: int, steps: int, answers: int, rng:
             else:
                 continue
             end = start + seconds * float(rng.uniform(0.8, 1.0))
-            writer.line("phases", place | track | {"start": round(start, 3), "end": round(end, 3)})
+            writer.line("phases", source | track | {"start": round(start, 3), "end": round(end, 3)})
         start += seconds
     for rank in range(_RANKS):
         writer.line(

@@ -3,7 +3,7 @@
     python benchmarks/recording_cost.py [--folder FOLDER] [--shape qwen2.5-0.5b] [--steps 7] [--order off,on,on,off]
 
 The model has random weights of a known shape, and the lengths of responses are forced, so all runs do the same work.
-The order is symmetric: what drifts over time (caches of compiled kernels, clocks of the GPU) affects both sides alike.
+The order is symmetric: drift over time (caches of compiled kernels, clocks of the GPU) affects both settings equally.
 The first table has a row per run; the second compares phases: medians over all steps of both runs of a setting, without
 the first two steps of each. `noise %` is the difference between the two runs without recording: a difference of the
 same size is not caused by recording. `record ms/step` is the time that recording takes in the trainer's thread
@@ -75,12 +75,12 @@ class Run:
 
 def train(work: Work, folder: Path, is_recorded: bool, limit: float) -> Run:
     """Train, and read the steps."""
-    slug = "recorded" if is_recorded else "not_recorded"
-    run, metrics = folder / slug, folder / "runs" / "training_step" / slug / "metrics.jsonl"
+    run_name = "recorded" if is_recorded else "not_recorded"
+    run, metrics = folder / run_name, folder / "runs" / "training_step" / run_name / "metrics.jsonl"
     shutil.rmtree(run, ignore_errors=True)
     metrics.unlink(missing_ok=True)
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+    benchmarks = Path(__file__).parent
+    path = os.pathsep.join([str(benchmarks.parent), str(benchmarks), os.environ.get("PYTHONPATH", "")])
     budget = 8192 if torch.cuda.is_available() else 256
     overrides = [
         *base(work, budget, checkpointing=False, compiled=False),
@@ -91,7 +91,9 @@ def train(work: Work, folder: Path, is_recorded: bool, limit: float) -> Run:
         f"trainer.record.enable={is_recorded}",
     ]
     environment = {"RAY_ADDRESS": "local", **os.environ, "PYTHONPATH": path}
-    problem = run_limited(command(work, folder, slug, overrides), folder, environment, folder / f"{slug}.log", limit)
+    problem = run_limited(
+        command(work, folder, run_name, overrides), folder, environment, folder / f"{run_name}.log", limit
+    )
     size = sum(file.stat().st_size for file in (run / "record").rglob("*") if file.is_file())
     return Run(is_recorded, training_steps(metrics)[_WARM_UP:], run, size / 1e6, problem)
 
@@ -108,8 +110,8 @@ def compare(runs: Sequence[Run]) -> list[dict[str, Any]]:
         recorded, plain = (_median([step for run in side for step in run.steps], name) for side in (on, off))
         if recorded is None or plain is None:
             continue
-        each = [value for run in off if (value := _median(run.steps, name)) is not None]
-        noise = 100 * (max(each) - min(each)) / plain if len(each) > 1 and plain else None
+        plain_medians = [value for run in off if (value := _median(run.steps, name)) is not None]
+        noise = 100 * (max(plain_medians) - min(plain_medians)) / plain if len(plain_medians) > 1 and plain else None
         difference = 100 * (recorded - plain) / plain if plain else None
         row = {"phase": name.removeprefix("timing_s/"), "recorded": recorded, "not recorded": plain}
         rows.append(row | {"difference %": difference, "noise %": noise})

@@ -6,9 +6,8 @@
     python benchmarks/regression.py --show             # all entries of this machine
 
 An entry has the commit, the machine, versions and the values. It is compared with the last entry of the same machine;
-values that are worse by more than 3 % are marked, and then the exit code is 1. Models have random weights (0.5B, on a
-CPU a tiny one), so the values of GPUs and CPUs say nothing about each other. Commit the file together with the change
-that was measured.
+values that are worse by more than 3 % are marked, and the exit code is then 1. Models have random weights (0.5B on a
+GPU, tiny on a CPU), so values of GPUs and CPUs are not comparable. Commit the file together with the measured change.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ def measure_steps(shape: str, folder: Path, options: argparse.Namespace, rate: f
     values: dict[str, float] = {}
     for case in ("a", "b"):
         work = work_of(case, shape, 3, small=not torch.cuda.is_available())
-        place = work.write(folder / shape)
+        work_folder = work.write(folder / shape)
         overrides = base(work, default_budget(), checkpointing=False, compiled=torch.cuda.is_available())
-        for row in run(work, place, "all on", overrides, options.limit, rate):
+        for row in run(work, work_folder, "all on", overrides, options.limit, rate):
             if row["phase"] in ("step", "gen", "update_actor") and "s" in row:
                 values[f"({case}) {row['phase']}, s"] = row["s"]
                 if row["phase"] == "step" and row.get("peak GB"):
@@ -82,7 +81,7 @@ def measure_sft(shape: str, folder: Path, options: argparse.Namespace, rate: flo
 
 
 def new_entry(values: Mapping[str, float], runs: int) -> dict[str, Any]:
-    """The entry of these values, with what they depend on."""
+    """The entry of these values, with commit, machine and versions."""
     return {
         "commit": _git("rev-parse", "--short=8", "HEAD"),
         "changed_files": len(_git("status", "--porcelain", "--untracked-files=no").splitlines()),
@@ -102,7 +101,7 @@ def machine_name() -> str:
 
 def compare(entry: Mapping[str, Any], entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The values of an entry next to those of the last one of the same machine. `worse`: by more than TOLERANCE."""
-    earlier = next((other for other in reversed(entries) if other["machine"] == entry["machine"]), None)
+    earlier = next((candidate for candidate in reversed(entries) if candidate["machine"] == entry["machine"]), None)
     before = {} if earlier is None else earlier["values"]
     rows = []
     for name, value in entry["values"].items():
@@ -141,7 +140,7 @@ def _version(package: str) -> str | None:
 def main() -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=1, help="runs of everything, of which medians are stored")
+    parser.add_argument("--runs", type=int, default=1, help="number of complete runs; their medians are stored")
     parser.add_argument("--no-store", action="store_true", help="do not append the entry to the file")
     parser.add_argument("--show", action="store_true", help="print the entries of this machine and measure nothing")
     parser.add_argument("--file", type=Path, default=FILE)

@@ -58,8 +58,8 @@ def main() -> None:
 def compare(
     task: str, samples: list[Sample], expected: list[float], kind: str, work: float, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    every = round(1 / args.hanging)
-    hanging = set() if kind == "none" else set(range(every // 2, len(samples), every))
+    stride = round(1 / args.hanging)
+    hanging = set() if kind == "none" else set(range(stride // 2, len(samples), stride))
     answers = [hang(sample, MARKS[kind]) if i in hanging else sample for i, sample in enumerate(samples)]
     limit = {
         "none": work,
@@ -73,7 +73,7 @@ def compare(
         seconds, scores = timed(lambda: pool.score(answers))
     check(scores, expected, hanging)
     rows.append({"task": task, "hanging": name, "method": "scorer pool (used)", **figures(seconds, answers, limit)})
-    part = answers[: max(every, round(len(answers) * args.plain_part)) if hanging else None]
+    part = answers[: max(stride, round(len(answers) * args.plain_part)) if hanging else None]
     with multiprocessing.get_context("spawn").Pool(args.processes) as plain:
         call = functools.partial(score_with_alarm, args.timeout)
         plain.map(functools.partial(score_with_alarm, 60.0), samples[: 4 * args.processes], chunksize=1)
@@ -97,8 +97,8 @@ def figures(seconds: float, samples: list[Sample], limit: float | None = None) -
 def check(scores: list[Score], expected: list[float], hanging: set[int]) -> None:
     """Check that the scores are correct."""
     for i, (score, value) in enumerate(zip(scores, expected, strict=True)):
-        right = score.kind == "timeout" if i in hanging else (score.error is None and score.value == value)
-        assert right, f"answer {i}: {score}, expected {'a timeout' if i in hanging else value}"
+        is_correct = score.kind == "timeout" if i in hanging else (score.error is None and score.value == value)
+        assert is_correct, f"answer {i}: {score}, expected {'a timeout' if i in hanging else value}"
 
 
 def timed(call: Callable[[], list[T]]) -> tuple[float, list[T]]:

@@ -3,20 +3,20 @@
     python benchmarks/rollout_modes.py --json FILE
     python benchmarks/rollout_modes.py --trees old=../old_tree new=. --modes sync async --json FILE
     python benchmarks/rollout_modes.py --modes sync agent --more actor_rollout_ref.rollout.agent.num_workers=8
-    python benchmarks/rollout_modes.py --tiny              # small model, two rounds: to try the script
+    python benchmarks/rollout_modes.py --tiny              # small model, two rounds: tests the script
 
 1,024 responses of equal length (128 prompts × 8, 104 prompt and 288 response tokens, `ignore_eos`), the shape of
 Qwen2.5-0.5B with random weights, native engine. Every pair of source tree and mode is a `main_ppo` program on Ray with
 the ordinary trainer; all of them stay loaded on the device and execute their steps in turn, A B C A B C …
-(`InterleavedRuns`): clock and temperature drift affects all of them alike, and only one run computes at any time. By
+(`InterleavedRuns`): clock and temperature drift affects all runs equally, and only one run computes at a time. By
 default no weights are updated (`trainer.critic_warmup`, old log-probs from the rollout): `--update` trains as well.
 Without `--trees`, the package on PYTHONPATH is measured.
 
 `gen` is the logged `timing_s/gen`: from the request to the complete batch of responses on the controller. Asynchronous
 runs use `max_staleness=0`: no prompt is sent before the weights of the step are synchronised, so nothing overlaps and
 `timing_s/gen` contains the whole generation: the wait for the responses, their assembly into a batch, and sampling the
-prompts, which a synchronous run does before its step. `update_weights`, where engines wake up, is a separate column, so
-that time moved from one phase to the other is visible. The limit is a lower bound for this device: every prompt
+prompts, which a synchronous run does before its step. `update_weights`, which includes waking the engines, is a
+separate column that shows time moved between the phases. The limit is a lower bound for this device: every prompt
 computed once at the rate of a large matrix product; then, for each response token, weights read or multiplied and KV
 read at the bandwidth of a large copy.
 """
@@ -286,7 +286,7 @@ class InterleavedRuns:
                 continue
             connection.settimeout(self._step_timeout)
             stream = connection.makefile("rw", encoding="utf-8")
-            if name := stream.readline().strip():  # nothing: the run has ended, which is noticed above
+            if name := stream.readline().strip():  # empty: the run has ended, which the loop detects above
                 self._runs[name].stream = stream
 
     def interleave(self, rounds: int, deadline: float) -> int:
@@ -320,7 +320,7 @@ class InterleavedRuns:
         run.stream.flush()
 
     def finish(self) -> list[RuntimeError]:
-        """Let every run execute its last step, all at the same time, and exit; return the failures."""
+        """Release the last step of every run, all at the same time, and wait for their exit; return the failures."""
         failures = []
         for run in self._runs.values():
             with suppress(ConnectionError):  # the run has ended: its exit code is checked below
@@ -339,8 +339,8 @@ def environment_for(tree: Path) -> dict[str, str]:
     """The environment of a run that imports `verl` from `tree` and the files of this folder."""
     inherited = [path] if (path := os.environ.get("PYTHONPATH")) else []
     path = os.pathsep.join([str(tree), str(Path(__file__).parent), *inherited])
-    own = {"PYTHONPATH": path, "STEP_GATE_TREE": str(tree.resolve()), "HF_HUB_OFFLINE": "1"}
-    return {"RAY_ADDRESS": "local", **os.environ, **own}
+    variables = {"PYTHONPATH": path, "STEP_GATE_TREE": str(tree.resolve()), "HF_HUB_OFFLINE": "1"}
+    return {"RAY_ADDRESS": "local", **os.environ, **variables}
 
 
 if __name__ == "__main__":

@@ -155,9 +155,9 @@ def git(*arguments: str) -> str:
 
 def make_task(folder: Path) -> dict[str, str]:
     """Models, data, rewards and agents, written once and read by both trees; returns paths by name."""
-    stored = folder / "task.json"
-    if stored.exists():
-        return json.loads(stored.read_text())
+    task_file = folder / "task.json"
+    if task_file.exists():
+        return json.loads(task_file.read_text())
     sys.path.insert(0, str(ROOT))
     from tests.support.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 
@@ -206,7 +206,7 @@ def make_task(folder: Path) -> dict[str, str]:
         "interactions": "interactions.yaml",
     }
     task = {name: str(folder / file) for name, file in names.items()}
-    stored.write_text(json.dumps(task))
+    task_file.write_text(json.dumps(task))
     return task
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/sandbox.py [--runs 200] [--threads 2] [--json results.jsonl]
 
-The program prints one number. Warm: an isolated process is ready (a pause between runs prepares the next one);
-back to back: none is ready, so its preparation counts; cold: the sandbox itself starts. The peer has no isolation. The
-limit: fork, exit and wait of a small process without Python.
+The program prints one number. Warm: an isolated process is ready (the next one is prepared in a pause between runs);
+back to back: none is ready, so its preparation is included; cold: start-up of the sandbox is included. The baseline has
+no isolation. The limit: fork, exit and wait of a small process without Python.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ for _ in range(int(sys.argv[1])):
 
 
 def measure(runs: int = 200, threads: int = 2) -> list[dict[str, Any]]:
-    """Rows for `_report.report`: latencies in milliseconds, and starts per second where runs follow each other."""
+    """Rows for `_report.report`: latencies in milliseconds, and starts per second of consecutive runs."""
     rows = []
     with Sandbox(require="none", warm=2) as sandbox:
 
@@ -44,18 +44,18 @@ def measure(runs: int = 200, threads: int = 2) -> list[dict[str, Any]]:
             assert sandbox.run(CODE).stdout == OUTPUT
 
         warm()
-        what = f"sandbox, {sandbox.isolation}"
-        rows.append(_row(f"{what}: warm", _seconds(warm, runs, _PAUSE_SECONDS)))
-        rows.append(_row(f"{what}: back to back", _seconds(warm, runs), total=True))
+        label = f"sandbox, {sandbox.isolation}"
+        rows.append(_row(f"{label}: warm", _seconds(warm, runs, _PAUSE_SECONDS)))
+        rows.append(_row(f"{label}: back to back", _seconds(warm, runs), total=True))
         began = time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda _: warm(), range(runs)))
-        rows.append({"what": f"{what}: {threads} threads", "starts/s": runs / (time.perf_counter() - began)})
+        rows.append({"case": f"{label}: {threads} threads", "starts/s": runs / (time.perf_counter() - began)})
         with sandbox.session() as session:
             cell = _seconds(lambda: session.execute("6 * 7"), runs)
         rows.append(_row("a cell of a session", cell, total=True))
-    rows.append(_row("sandbox: cold, with its own start and end", _seconds(_cold, max(runs // 20, 3))))
-    rows.append(_row("peer: subprocess.run([python, '-c', …])", _seconds(_plain, max(runs // 4, 3)), total=True))
+    rows.append(_row("sandbox: cold, with start-up and shutdown", _seconds(_cold, max(runs // 20, 3))))
+    rows.append(_row("baseline: subprocess.run([python, '-c', …])", _seconds(_plain, max(runs // 4, 3)), total=True))
     forks = subprocess.run([sys.executable, "-c", _FORKS, str(runs)], capture_output=True, text=True, check=True)
     rows.append(_row("limit: fork, _exit, wait", list(map(float, forks.stdout.split())), total=True))
     return rows
@@ -67,8 +67,8 @@ def _cold() -> None:
 
 
 def _plain() -> None:
-    done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
-    assert done.stdout == OUTPUT
+    process = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)
+    assert process.stdout == OUTPUT
 
 
 def _seconds(action: Callable[[], object], runs: int, pause: float = 0.0) -> list[float]:
@@ -81,10 +81,10 @@ def _seconds(action: Callable[[], object], runs: int, pause: float = 0.0) -> lis
     return seconds
 
 
-def _row(what: str, seconds: list[float], total: bool = False) -> dict[str, Any]:
+def _row(label: str, seconds: list[float], total: bool = False) -> dict[str, Any]:
     ordered = sorted(seconds)
     row = {
-        "what": what,
+        "case": label,
         "p50 ms": statistics.median(ordered) * 1e3,
         "p99 ms": ordered[min(int(len(ordered) * 0.99), len(ordered) - 1)] * 1e3,
     }

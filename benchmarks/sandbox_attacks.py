@@ -1,10 +1,10 @@
 """Hostile programs in the sandbox at every level of isolation: the tables of docs/reference/sandbox.md, as Markdown.
 
-    python benchmarks/sandbox_attacks.py --attack     # do they reach files, processes, the network?
-    python benchmarks/sandbox_attacks.py --measure    # how much memory and disk space do they get, against the limits?
+    python benchmarks/sandbox_attacks.py --attack     # access to files, processes and the network
+    python benchmarks/sandbox_attacks.py --measure    # peak memory and disk space relative to the limits
 
-A level is simulated by a seccomp filter that refuses the other kernel features. `--user 65534`, as root: run the
-sandbox as an ordinary user.
+A level is simulated by a seccomp filter that denies the other kernel features. As root, `--user 65534` runs the sandbox
+as an ordinary user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl.sandbox import available  # noqa: E402
 def attack_table(user: int | None) -> str:
     """A row per attack, a column per level: the damage, or "held"."""
     columns = {name: _column(without, user, "--attack") for name, without in host.ISOLATION_LEVELS.items()}
-    lines = [_machine(user), "", *_header("attack", "its end", *columns)]
+    lines = [_machine(user), "", *_header("attack", "ended by", *columns)]
     for index, row in enumerate(columns["all"]):
         harms = [rows[index]["harm"] for rows in columns.values()]
         cells = [row["ended"], *(f"**{harm}**" if harm else "held" for harm in harms)]
@@ -37,7 +37,7 @@ def attack_table(user: int | None) -> str:
 
 
 def resource_table(user: int | None) -> str:
-    """A row per way to use memory or disk space, a column per level that this host has: the peak in MB."""
+    """A row per attack on memory or disk space, a column per level that this host has: the peak in MB."""
     has_cgroup = user is None and available().cgroup > 0
     columns = {
         name: _column(without, user, "--measure")
@@ -67,10 +67,12 @@ def _column(without: str, user: int | None, kind: str) -> list[dict[str, Any]]:
     """The rows of one level, from a separate process, because restrictions cannot be undone."""
     command = [sys.executable, __file__, kind, "--rows", without, *([] if user is None else ["--user", str(user)])]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the attacks without {without or 'nothing'} ended with {done.returncode}: {done.stderr}")
-    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
+    if process.returncode:
+        raise RuntimeError(
+            f"the attacks without {without or 'nothing'} ended with {process.returncode}: {process.stderr}"
+        )
+    rows: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])["rows"]
     return rows
 
 

@@ -7,7 +7,7 @@ Models have random weights of a known shape; rows are ragged (lognormal, mean 51
 on three quarters of each. Both systems have float32 master weights, compute in bf16, take one optimizer step per step
 over about the same number of tokens, and use the same activation checkpointing. TRL packs rows to 4096 tokens: `bfd`
 keeps them separate (its attention then needs a dense mask, unless flash-attn is installed), `wrapped` lets tokens
-attend across rows, which trains differently but is the fastest. verl always keeps rows separate. MFU is the minimal
+attend across rows, which is a different training but the fastest. verl always keeps rows separate. MFU is the minimal
 work of an update (`SFTWork.update_flops_per_token`) relative to the matmul rate measured here. Peak memory is reserved
 by torch, used memory allocated by tensors. Each system runs in a process with a time limit; the first two steps are not
 counted.
@@ -41,21 +41,21 @@ def measure_system(
 ) -> Any:
     """One row of the table; after an out-of-memory error a smaller forward pass is tried."""
     labels = {"system": system, "variant": variant, "shape": work.shape}
-    budget, least = options.budget, work.packed if system == "trl" else work.longest
+    budget, smallest = options.budget, work.packed if system == "trl" else work.longest
     while True:
         log = folder / f"{system}-{variant}.log"
-        here = Path(__file__).parent
-        command = [sys.executable, str(here / "_sft_systems.py"), system, str(folder), f"--budget={budget}"]
+        benchmarks = Path(__file__).parent
+        command = [sys.executable, str(benchmarks / "_sft_systems.py"), system, str(folder), f"--budget={budget}"]
         command += [f"--packing={variant}"] if system == "trl" else []
         command += ["--checkpointing"] if options.checkpointing else []
-        path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(benchmarks.parent), str(benchmarks), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
         problem = run_limited(command, folder, environment, log, options.limit)
         text = log.read_text(errors="replace")
         steps = [json.loads(line.removeprefix("STEP ")) for line in text.splitlines() if line.startswith("STEP ")]
         if len(steps) > WARM_UP_STEPS + 1:
             return {**labels, **_figures(work, steps, rate), "pass": budget, "note": problem}
-        if not problem or "OutOfMemoryError" not in text or budget <= least:
+        if not problem or "OutOfMemoryError" not in text or budget <= smallest:
             return {**labels, "pass": budget, "note": problem or "too few steps"}
         print(f"{system}: {budget} tokens do not fit; trying {budget // 2}", flush=True)
         budget //= 2
@@ -80,8 +80,8 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ours = {row["shape"]: row["tokens/s"] for row in rows if row["system"] == "ours" and "tokens/s" in row}
     return [
         {
-            "what": f"{row['shape']}: tokens/s, times TRL's ({row['variant']})",
-            "measured": ratio,
+            "measurement": f"{row['shape']}: tokens/s relative to TRL ({row['variant']})",
+            "value": ratio,
             "met (≥ 1.5)": ratio >= 1.5,
         }
         for row in rows
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--json", help="append every table to this file")
     options = parser.parse_args()
     rate = matmul_rate("cuda" if cuda else "cpu")
-    report("matrix product", [{"what": "measured rate", "TFLOP/s": rate / 1e12}], options.json)
+    report("matrix product", [{"quantity": "measured rate", "TFLOP/s": rate / 1e12}], options.json)
     if "trl" in options.systems and importlib.util.find_spec("trl") is None:
         print("TRL is not installed: skipped", flush=True)
         options.systems = ["ours"]

@@ -1,7 +1,7 @@
 """Seconds from a command to the end of its first step by part, and the CPU time of every process.
 
     python benchmarks/startup.py                                   # GRPO on the task of the quick start, one step
-    python benchmarks/startup.py --run quickstart                  # `make train`, to its end
+    python benchmarks/startup.py --run quickstart                  # `make train`, complete
     python benchmarks/startup.py --before COMMIT --repeat 3        # alternates with a worktree of COMMIT
     python benchmarks/startup.py --run gpu --shape qwen2.5-1.5b    # a model with random weights: cold, then warm caches
 
@@ -31,7 +31,7 @@ GPU_STEPS = 4
 
 
 def quickstart(tree: Path, folder: Path, caches: Path, shape: str) -> Measurement:
-    """The quick start with PPO, to its end; parts are the phases of its two commands."""
+    """The complete quick start with PPO; parts are the phases of its two commands."""
     command = [sys.executable, str(tree / "examples/quickstart/run.py"), "--folder", str(folder / "run")]
     result = measure(command, folder, folder / "run" / "ppo" / "metrics.jsonl", _environment(tree, caches))
     for name, log in (("warm start", "sft.log"), ("PPO", "ppo.log")):
@@ -74,7 +74,7 @@ RUNS: dict[str, Callable[[Path, Path, Path, str], Measurement]] = {"grpo": grpo,
 def _environment(tree: Path, caches: Path) -> dict[str, str]:
     paths = os.pathsep.join([str(tree), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     settings = {"PYTHONPATH": paths, "VERL_CACHE": str(caches), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    # As for users: processes read the byte code that earlier ones wrote.
+    # As in normal use: processes read the byte code that earlier ones wrote.
     settings["PYTHONDONTWRITEBYTECODE"] = ""
     return {"RAY_ADDRESS": "local", **os.environ, **settings}
 

@@ -11,13 +11,13 @@ lengths of mean 256 and max 2048. The length of every response is forced by one 
 All systems take one optimizer step per training step. verl: float32 master weights and AdamW moments, compute in bf16,
 rollout in bf16. `trl`: TRL with transformers' generation, weights of --trl-dtype (float32), bf16 autocast, and the same
 activation checkpointing. `trl-vllm`: TRL with a colocated vLLM (bf16, 0.3 of the memory) and otherwise TRL's defaults,
-which checkpoint activations. The note of each row states the dtypes of weights and moments as they are. With
+which checkpoint activations. The note of each row states the actual dtypes of weights and moments. With
 --lora-rank all systems train adapters of all linear layers on frozen weights (verl: bf16; TRL: --trl-dtype).
 
-MFU is the work that the rows require one by one (`Work.forward_flops`) relative to the matmul rate measured here;
-`computed MFU` counts prompts that responses share once. Complete steps run in processes with a time limit; every table
-is printed and written immediately. With --repetitions the systems take turns, and the last table has medians; --resume
-skips what FILE already has. A 7B model is trained with checkpointed activations.
+MFU is the work of the rows without sharing (`Work.forward_flops`) relative to the matmul rate measured here; `computed
+MFU` counts a prompt that several responses share once. Complete steps run in processes with a time limit; every table
+is printed and written immediately. With --repetitions the systems alternate, and the last table has medians; --resume
+skips runs that are in FILE. A 7B model is trained with checkpointed activations.
 
 Without a GPU everything is tiny: this only tests the script.
 """
@@ -48,10 +48,20 @@ CHECKPOINTED = ("qwen2.5-7b",)
 """Shapes whose activations do not fit without checkpointing."""
 # (system, variant, case, phase) of verl and of the comparison; minimum ratio of their times.
 RATIOS = (
-    ("step (a), times TRL's", ("verl", "all on", "a", "step"), ("trl", "float32", "a", "step"), 5.0),
-    ("step (a), times TRL's with vLLM", ("verl", "all on", "a", "step"), ("trl-vllm", "float32", "a", "step"), 3.2),
-    ("step (b), times TRL's with vLLM", ("verl", "all on", "b", "step"), ("trl-vllm", "float32", "b", "step"), 1.0),
-    ("step (b), times TRL's", ("verl", "all on", "b", "step"), ("trl", "float32", "b", "step"), 12.0),
+    ("step (a), speed-up over TRL", ("verl", "all on", "a", "step"), ("trl", "float32", "a", "step"), 5.0),
+    (
+        "step (a), speed-up over TRL with vLLM",
+        ("verl", "all on", "a", "step"),
+        ("trl-vllm", "float32", "a", "step"),
+        3.2,
+    ),
+    (
+        "step (b), speed-up over TRL with vLLM",
+        ("verl", "all on", "b", "step"),
+        ("trl-vllm", "float32", "b", "step"),
+        1.0,
+    ),
+    ("step (b), speed-up over TRL", ("verl", "all on", "b", "step"), ("trl", "float32", "b", "step"), 12.0),
     ("step (a) with a reference", ("verl", "with reference", "a", "step"), ("trl", "float32, beta", "a", "step"), 3.5),
     ("step (b), everything on / off", ("verl", "all on", "b", "step"), ("verl", "everything off", "b", "step"), 2.5),
     (
@@ -141,13 +151,13 @@ def engine_only(options: argparse.Namespace, work: Work, folder: Path, rate: flo
 
 
 def summary(rows: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
-    """Targets and measurements; of repeated measurements the last one."""
+    """Targets and measurements; the last one of repeated measurements."""
     by_key = {(r["system"], r["variant"], r["case"], r["phase"]): r for r in rows if r["shape"] == shape and "s" in r}
     table: list[dict[str, Any]] = []
-    for what, key, reference, minimum in RATIOS:
+    for label, key, reference, minimum in RATIOS:
         if key in by_key and reference in by_key:
             ratio = by_key[reference]["s"] / by_key[key]["s"]
-            table.append({"what": what, "found": ratio, "target": f"≥ {minimum}", "met": ratio >= minimum})
+            table.append({"measurement": label, "value": ratio, "target": f"≥ {minimum}", "met": ratio >= minimum})
     for limit_shape, key, column, limit in LIMITS:
         value = by_key.get(key, {}).get(column)
         if shape == limit_shape and value is not None:
@@ -155,13 +165,13 @@ def summary(rows: list[dict[str, Any]], shape: str) -> list[dict[str, Any]]:
             met = value >= limit if limit > 0 else value <= -limit
             target = f"{'≥' if limit > 0 else '≤'} {abs(limit)}"
             table.append(
-                {"what": f"{phase} ({case}), {variant}: {column}", "found": value, "target": target, "met": met}
+                {"measurement": f"{phase} ({case}), {variant}: {column}", "value": value, "target": target, "met": met}
             )
     return table
 
 
 def comparison(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Medians of complete steps by shape, case and system, and how many times the step of verl they take."""
+    """Medians of complete steps by shape, case and system, and their ratio to the step of verl."""
     steps: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if row["phase"] == "step" and "s" in row and row["system"] != ENGINE:
@@ -201,7 +211,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=2, help="measured passes of the engine, after a warm-up")
     parser.add_argument("--steps", type=int, default=3, help="steps of verl, the first of which is not counted")
-    parser.add_argument("--repetitions", type=int, default=1, help="runs of every system, which take turns")
+    parser.add_argument("--repetitions", type=int, default=1, help="runs of every system, alternating")
     parser.add_argument("--resume", action="store_true", help="skip runs that --json already contains")
     parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank; 0: all weights")
     parser.add_argument("--trl-steps", type=int, default=2, help="steps of TRL; the first is a short warm-up")
@@ -228,17 +238,17 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, folder: Path, small: bool) -> None:
     rate = matmul_rate("cpu" if small else "cuda")
-    report("matrix product", [{"what": "measured rate", "TFLOP/s": rate / 1e12}], options.json)
+    report("matrix product", [{"quantity": "measured rate", "TFLOP/s": rate / 1e12}], options.json)
     repetitions = 1 if options.engine_only else options.repetitions
     for repetition in range(repetitions):
         for shape in options.shapes:
             for case in options.cases:
                 work = work_of(case, shape, options.steps, small)
-                place = work.write((folder / shape).resolve())
+                work_folder = work.write((folder / shape).resolve())
                 if options.engine_only:
-                    engine_only(options, work, place, rate)
+                    engine_only(options, work, work_folder, rate)
                 else:
-                    complete_steps(options, work, place, rate, repetition)
+                    complete_steps(options, work, work_folder, rate, repetition)
 
 
 def _all_rows(path: str) -> list[dict[str, Any]]:

@@ -2,9 +2,9 @@
 
     python benchmarks/recording.py build/recording --steps 1000 && python benchmarks/viewer.py build/recording
 
-`first s` is the first request of its kind in a new server, `again s` the median of the next ones. Goals: 2 s until the
-first page is complete, 0.3 s per query, 500 MB. The CPU time of the start also tells on a busy machine whether the
-first goal is met.
+`first s` is the first request of its kind in a new server, `repeated s` the median of later ones. Goals: 2 s until the
+first page is complete, 0.3 s per query, 500 MB. On a busy machine, compare the CPU time of the start with the first
+goal.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def measure(process: subprocess.Popen[str], begin: float) -> list[dict[str, Any]
     """Measure a server that was started at `begin`; return the rows of the table."""
     address = _address(process)
     urllib.request.urlopen(address).read()
-    rows: list[dict[str, Any]] = [{"query": "start: server answers", "first s": time.perf_counter() - begin}]
+    rows: list[dict[str, Any]] = [{"query": "start: server responds", "first s": time.perf_counter() - begin}]
     (run,) = _get(address, "runs")
     first = {
         "runs": {},
@@ -68,7 +68,7 @@ def measure(process: subprocess.Popen[str], begin: float) -> list[dict[str, Any]
             size = len(_read(address, name.split()[0], **parameters))
             seconds.append(time.perf_counter() - start)
         again = statistics.median(seconds[1:])
-        rows.append({"query": name, "first s": seconds[0], "again s": again, "KB": size / 1e3})
+        rows.append({"query": name, "first s": seconds[0], "repeated s": again, "KB": size / 1e3})
     rows.append({"query": "server memory, MB", "first s": _memory_mb(process.pid)})
     return rows
 

@@ -18,7 +18,7 @@ from tests.support.tiny import tiny_tokenizer
 MATH = next(path for path in LENGTHS if "math500" in path.name)
 # A step of one sequence takes a second, and half a second more for every other one.
 COSTS = Costs(
-    ((1, 1000.0), (3, 2000.0)), update_tokens_per_s=1e3, log_prob_tokens_per_s=1e4, weight_sync_s=1.0, rest_s=0
+    ((1, 1000.0), (3, 2000.0)), update_tokens_per_s=1e3, log_prob_tokens_per_s=1e4, weight_sync_s=1.0, step_overhead_s=0
 )
 
 
