@@ -17,7 +17,7 @@ def found(tmp_path_factory):
     run_ranks(update_with_every_batching, folder)
     update_with_every_batching(0, 1, folder)
     yield {
-        ranks: [torch.load(folder / f"cut-{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)]
+        ranks: [torch.load(folder / f"results-{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)]
         for ranks in (1, 2)
     }
     dist.destroy_process_group()

@@ -28,7 +28,7 @@ def test_a_raising_method_names_role_rank_host_method_and_traceback(counters):
     assert str(os.uname().nodename) in error.host
     assert "role 'Counter', rank 0" in str(error)
     assert "method 'fail'" in str(error)
-    assert "no such thing on rank 0" in str(error)
+    assert "no such key on rank 0" in str(error)
     assert "workers.py" in error.worker_traceback
     assert isinstance(error.__cause__, KeyError)
     assert counters.add(0), "the group goes on"
@@ -74,7 +74,7 @@ def test_an_error_of_a_group_arrives_whole_from_the_process_of_its_controller(ra
     def control():
         LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Counter)).fail()
 
-    with pytest.raises(WorkerCallError, match="no such thing on rank 0") as caught:
+    with pytest.raises(WorkerCallError, match="no such key on rank 0") as caught:
         ray.get(control.remote())
     error = caught.value.cause
     assert (error.role, error.rank, error.method) == ("Counter", 0, "fail")

@@ -48,7 +48,7 @@ def found(one_rank):
     """What each of the two ranks found."""
     folder, _ = one_rank
     run_ranks(run_rank, folder)
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 @pytest.mark.parametrize("layout", ["all", "hybrid", "padded", "tied"])
@@ -150,7 +150,7 @@ def test_what_one_rank_cannot_write_fails_on_both(found):
     assert len(own) == len(told) == 4
     assert "extra.pt" in own[0]
     assert "model.json" in own[1]
-    assert "no room" in own[3]
+    assert "no memory" in own[3]
     assert all("rank 0: " in line for line in told)
 
 

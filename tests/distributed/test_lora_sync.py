@@ -18,7 +18,7 @@ from verl.workers.sharding_manager import InProcessTransfer
 def test_two_ranks_generate_with_adapters_as_one(tmp_path, family, changes, parallel):
     save_tiny_model(tmp_path / "model", family, **changes)
     run_ranks(run_rank, tmp_path, parallel)
-    found = [torch.load(tmp_path / f"found-{rank}-{parallel}.pt", weights_only=False) for rank in range(2)]
+    found = [torch.load(tmp_path / f"results-{rank}-{parallel}.pt", weights_only=False) for rank in range(2)]
     engine, data = lora_engine(str(tmp_path / "model")), make_batch()
     rollout = make_rollout(str(tmp_path / "model"), 1)
     try:

@@ -13,7 +13,7 @@ from tests.support.memory_ranks import run_rank
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     run_ranks(run_rank, folder)
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def same(one, other):

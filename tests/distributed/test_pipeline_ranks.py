@@ -23,7 +23,7 @@ def found(tmp_path_factory):
     config = tiny_config(num_labels=1, num_hidden_layers=1)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "scorer")
     run_ranks(run_stage, folder)
-    stages = [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
+    stages = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
     whole = phases(str(folder), str(folder / "whole"))
     dist.destroy_process_group()
     return *stages, whole

@@ -31,7 +31,7 @@ def run_ranks(folder: Path, family: str, changes: dict[str, Any], ranks: int, wo
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     fork_ranks(run_rank, (world, port, ranks, family, changes, str(folder)), world, run_rank.__module__)
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=True) for rank in range(world)]
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=True) for rank in range(world)]
 
 
 def alone(folder: Path, family: str, changes: dict[str, Any]) -> dict[str, Any]:

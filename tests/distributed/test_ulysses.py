@@ -43,7 +43,7 @@ class Runs:
             folder.mkdir()
             run_ranks(run_cases, folder, plan, ranks=ranks)
             self._found[ranks, quick] = [
-                torch.load(folder / f"found-{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)
+                torch.load(folder / f"results-{ranks}-{rank}.pt", weights_only=False) for rank in range(ranks)
             ]
         found = [rank[size] for rank in self._found[ranks, quick]]
         return found if name is None else [rank[name] for rank in found]
@@ -94,10 +94,10 @@ def test_gathered_values_stand_in_order_and_take_their_gradient_once(found, rank
 def test_public_helpers_slice_with_padding_and_gather_without_it(found, ranks):
     for rank, face in enumerate(found.faces(ranks)):
         part = slice(rank * 8 // ranks, (rank + 1) * 8 // ranks)
-        assert face["added"] == 1
+        assert face["padding"] == 1
         assert face["part"].tolist() == [[1, 2, 3, 4, 5, 6, 7, 0][part]]
-        assert face["places"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0][part]]
-        assert face["whole"].tolist() == [[1.0, 2, 3, 4, 5, 6, 7]]
+        assert face["positions"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0][part]]
+        assert face["gathered"].tolist() == [[1.0, 2, 3, 4, 5, 6, 7]]
         assert face["gradient"].tolist() == [[1.0, 2, 3, 4, 5, 6, 7, 0][part]]
 
 

@@ -27,7 +27,7 @@ def found(request, tmp_path_factory):
 def test_every_rank_gets_exactly_the_rows_it_wants(found, request_kind):
     _, ranks = found
     for rank, seen in enumerate(ranks):
-        assert seen[request_kind]["right"], rank
+        assert seen[request_kind]["equal"], rank
         assert seen[request_kind]["complete"], rank
     assert ranks[0][request_kind]["slices"], "tensors above a bucket come in pieces"
     if request_kind != "all":

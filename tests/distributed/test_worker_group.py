@@ -130,7 +130,7 @@ def test_execute_by_name(ray_counters):
     assert ray.get(ray_counters.execute_rank_zero("unregistered", 3)) == 3
     whole = ray.get(ray_counters.execute_rank_zero_async("square", batch(3)))
     assert whole.batch["x"].tolist() == [0, 1, 4]
-    with pytest.raises(KeyError, match="no such thing on rank 0"):
+    with pytest.raises(KeyError, match="no such key on rank 0"):
         ray.get(ray_counters.execute_rank_zero_async("fail"))
 
 

@@ -29,7 +29,7 @@ OTHERS = ["DP4", "TP2 PP2"]
 def found(tmp_path_factory: pytest.TempPathFactory, cases: list[tuple[str, str]]) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("checkpoints")
     run_ranks(checkpoint_cases, folder, cases, OTHERS, ranks=RANKS)
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize(("layout", "model"), CASES)
@@ -49,7 +49,7 @@ def test_weights_that_core_wrote_are_read_on_another_layout(
 ) -> None:
     run_ranks(load_core_checkpoint, tmp_path, saved_model, saved_layout, ranks=RANKS)
     for rank in range(RANKS):
-        found = torch.load(tmp_path / f"found-{rank}.pt", weights_only=False)
+        found = torch.load(tmp_path / f"results-{rank}.pt", weights_only=False)
         assert found["loaded"] == []
         assert found["steps"] < 2e-5
 

@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, cases: list[tuple[str, str]]
     """What each of the ranks found, by layout and model."""
     folder = tmp_path_factory.mktemp("layouts")
     run_ranks(train_cases, folder, cases, ranks=RANKS)
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(RANKS)]
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize(("layout", "model"), ALONE + TOGETHER)
 def test_what_it_loads_hands_over_and_exports_is_what_we_do(layout: str, model: str, folder: Any) -> None:
     place = folder(layout)
-    files = sorted(place.glob("found-*.pt"))
+    files = sorted(place.glob("results-*.pt"))
     assert len(files) == (1 if layout == "one rank" else RANKS)
     for file in files:
         case = torch.load(file)[layout, model]
@@ -60,7 +60,7 @@ def test_what_it_loads_hands_over_and_exports_is_what_we_do(layout: str, model: 
         assert len(case) == 11 + (layout != WEIGHTS_ONLY)
         assert not any(case.values()), case
     theirs, ours = (
-        load_file(place / f"{layout}-{model}" / whose / "model.safetensors") for whose in ("theirs", "ours")
+        load_file(place / f"{layout}-{model}" / whose / "model.safetensors") for whose in ("bridge", "ours")
     )
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
@@ -68,7 +68,7 @@ def test_what_it_loads_hands_over_and_exports_is_what_we_do(layout: str, model: 
 
 def test_models_it_does_not_map_are_refused_before_weights_are_read_and_without_it_ours_does(tmp_path: Path) -> None:
     run_ranks(check_fallbacks, tmp_path, ranks=1)
-    found = torch.load(tmp_path / "found-0.pt")
+    found = torch.load(tmp_path / "results-0.pt")
     for name in UNSUPPORTED_MODELS:
         assert "megatron_config.use_mbridge" in found[name]
         assert "use_mbridge=False" in found[name]

@@ -35,7 +35,7 @@ def steps_alone(name: str) -> list[tuple[float, float]]:
 
 def test_actor_critics_and_reference_of_four_layouts_take_turns(tmp_path):
     run_ranks(train_colocated_engines, tmp_path, ranks=RANKS)
-    found: list[dict[str, Any]] = [torch.load(tmp_path / f"found-{rank}.pt", weights_only=False) for rank in range(4)]
+    found: list[dict[str, Any]] = [torch.load(tmp_path / f"results-{rank}.pt", weights_only=False) for rank in range(4)]
     for name, model in {"actor": "qwen2", "critic": "value", "fsdp critic": "value"}.items():
         for step, (loss, norm) in enumerate(steps_alone(model)):
             assert sum(rank[name][step][0] for rank in found) == pytest.approx(loss, rel=1e-5)

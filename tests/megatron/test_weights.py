@@ -71,4 +71,4 @@ def test_no_rank_holds_more_than_its_shard_and_two_buckets(tmp_path: Path) -> No
 
 
 def _found(folder: Path) -> list[dict[Any, Any]]:
-    return [torch.load(folder / f"found-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(RANKS)]

@@ -1,1 +1,1 @@
-"""What tests share: tiny models, whole runs, workers and cases that run on ranks of their own."""
+"""Shared by tests: tiny models, complete runs, workers, and functions that run in rank processes."""

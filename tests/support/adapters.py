@@ -35,11 +35,11 @@ def peft_model(
         task_type="CAUSAL_LM",
     )
     model = get_peft_model(tiny_model(family, **changes), config)
-    dice = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     for name, value in model.named_parameters():
         if "lora_" in name:
             with torch.no_grad():
-                value.copy_(torch.randn(value.shape, generator=dice) * 0.3)
+                value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
     return model.eval()
 
 
@@ -56,6 +56,6 @@ def engine_tensors(model: Any) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, value in model.named_parameters():
         if "lora_" in name:
-            plain = name.removeprefix("base_model.model.").replace(".default.", ".")
-            tensors[plain] = value.detach() * (scale if "lora_B" in plain else 1.0)
+            parameter_name = name.removeprefix("base_model.model.").replace(".default.", ".")
+            tensors[parameter_name] = value.detach() * (scale if "lora_B" in parameter_name else 1.0)
     return tensors

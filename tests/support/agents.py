@@ -85,7 +85,7 @@ class FailingLoop(TwoTurns):
         if row["sample_index"] == 0:
             return await super().run(sampling_params, **row)
         await self.server_manager.generate("x", prompt_ids=row["prompt_ids"], sampling_params=sampling_params)
-        raise LookupError("the tool is gone")
+        raise LookupError("the tool is unavailable")
 
 
 class UnsupportedParamsLoop(TwoTurns):

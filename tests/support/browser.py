@@ -13,7 +13,7 @@ _TIMEOUT_S = 20
 
 
 def missing_browser() -> str | None:
-    """What is not installed; None if a browser can be opened."""
+    """Return which program is missing; None if a browser can be opened."""
     return next(
         (f"{name} is not installed" for name in ("chromium", "chromedriver") if shutil.which(name) is None), None
     )
@@ -53,7 +53,7 @@ class Browser:
         from selenium.webdriver.support.ui import WebDriverWait
 
         script = f"return Boolean({condition})"
-        message = f"the page never fulfilled: {condition}; its text: {self.text[:500]}"
+        message = f"the condition {condition} was not fulfilled; text of the page: {self.text[:500]}"
         WebDriverWait(self.driver, _TIMEOUT_S, 0.05).until(lambda driver: driver.execute_script(script), message)
 
     def evaluate(self, expression: str) -> Any:

@@ -14,18 +14,18 @@ def run_script(script: str, tmp_path: Path, *extra: str, exit_code: int = 0) -> 
     """Run a script with a `python3` that only records its arguments; return those of the last training command."""
     programs = tmp_path / "bin"
     programs.mkdir(exist_ok=True)
-    recorded = tmp_path / "arguments"
-    recorded.unlink(missing_ok=True)
+    arguments_file = tmp_path / "arguments"
+    arguments_file.unlink(missing_ok=True)
     python3 = programs / "python3"
     # Not recorded: the modules of a recipe and its retriever.
     ignored = '"-c "*|"-m recipe."*|"-m verl.search."*'
-    record = f"""case "$1 $2" in {ignored}) ;; *) printf '%s\\0' "$@" > '{recorded}' ;; esac"""
-    python3.write_text(f"#!/bin/sh\n{record}\nexit {exit_code}\n")
+    record_command = f"""case "$1 $2" in {ignored}) ;; *) printf '%s\\0' "$@" > '{arguments_file}' ;; esac"""
+    python3.write_text(f"#!/bin/sh\n{record_command}\nexit {exit_code}\n")
     python3.chmod(0o755)
     env = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "HOME": "/home/user", "DATA_ROOT": "/data"}
     result = subprocess.run(["bash", script, *extra], cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == exit_code, result.stderr
-    return recorded.read_text().removesuffix("\0").split("\0")
+    return arguments_file.read_text().removesuffix("\0").split("\0")
 
 
 def compose_config(arguments: list[str]) -> Any:

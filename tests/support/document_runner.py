@@ -1,4 +1,4 @@
-"""Executes the code blocks of one document in an empty folder that looks like the repository root."""
+"""Executes the code blocks of one document in an empty folder with links to the files of the repository root."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.documents import ROOT, SHELL, Block, matches
 # Read-only parts of the repository; everything else is written into the folder.
 LINKS = ("examples", "recipe", "benchmarks", "docs", "tests", "pyproject.toml", "constraints.txt")
 TRAINING = ("train", "sft", "rm", "generate", "eval", "check")
-# What `tiny` stands for in a directive. The files are created by `PageRun`.
+# The overrides of `tiny` in a directive. The files are created by `PageRun`.
 TINY = {
     "actor_rollout_ref.model.path": "tiny/model",
     "data.train_files": "tiny/train.parquet",
@@ -52,7 +52,7 @@ class PageRun:
             "HOME": str(folder),
             "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
             "HF_HUB_OFFLINE": "1",
-            # What pages call a model and its prompts.
+            # The variables that pages use for a model and its prompts.
             "MODEL": "tiny/model",
             "DATA": "tiny/train.parquet",
             "COLUMNS": "100",
@@ -60,7 +60,7 @@ class PageRun:
         }
 
     def run(self, block: Block) -> str | None:
-        """Execute a block; return what is wrong with it, or None."""
+        """Execute a block; return its problem, or None."""
         if any("tiny" in word for word in block.overrides) or "$MODEL" in block.text:
             self._create_tiny()
         if block.file is not None:
@@ -73,7 +73,7 @@ class PageRun:
             command = [sys.executable, "-c", f"import runpy; runpy.run_path({block.file!r})"]
         else:
             command = [sys.executable, "-c", block.text]
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             cwd=self.folder,
             env=self.environment,
@@ -83,10 +83,10 @@ class PageRun:
             text=True,
             check=False,
         )
-        if done.returncode != 0:
-            return f"{block.place}: exit code {done.returncode}\n{done.stdout[-4000:]}"
-        if block.output is not None and not matches(block.output, done.stdout):
-            return f"{block.place}: expected output\n{block.output}\nbut the output was\n{done.stdout[-4000:]}"
+        if process.returncode != 0:
+            return f"{block.place}: exit code {process.returncode}\n{process.stdout[-4000:]}"
+        if block.output is not None and not matches(block.output, process.stdout):
+            return f"{block.place}: expected output\n{block.output}\nbut the output was\n{process.stdout[-4000:]}"
         return None
 
     def _create_tiny(self) -> None:
@@ -112,7 +112,7 @@ class PageRun:
 
 
 def with_overrides(script: str, overrides: list[str]) -> str:
-    """Add `key=value` words to the training commands of a script; a key that is there already is replaced."""
+    """Add `key=value` words to the training commands of a script; an existing key is replaced."""
     if not overrides:
         return script
     values: dict[str, str] = {}

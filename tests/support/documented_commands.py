@@ -1,4 +1,4 @@
-"""Checks a documented command without running it: its configuration composes, its options are in its help."""
+"""Checks documented commands without running them: configurations are composed, options are looked up in `--help`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ CONFIGURED = {
     "verl.trainer.main_generation": ["data.path=a.parquet", "data.output_path=b.parquet", "model.path=org/model"],
     "verl.trainer.main_eval": ["data.path=a.parquet"],
 }
-# Modules of ours that take no options, so have no --help.
+# Modules of this repository without options and --help.
 WITHOUT_OPTIONS = {"verl.config.docs", "verl.recording.docs", "verl.types.schema", "tests.support.documents"}
-# Not ours, and not to be run by a test: why each may stand in a document.
+# Commands that are not checked, with the reason.
 KNOWN = {
     "export": "sets a variable of the reader's shell",
     "cd": "changes the folder of the reader's shell",
@@ -42,17 +42,17 @@ KNOWN = {
     "build": "a package that is not installed here; likewise",
     "curl": "needs a running server; tests/unit/agent/gateway/test_secrets.py sends such requests",
     "ray start": "starts a cluster; tests/unit/trainer and tests/e2e start Ray themselves",
-    "ray stop": "ends every Ray of the machine",
-    "ray status": "asks a cluster",
+    "ray stop": "stops all Ray processes of the machine",
+    "ray status": "needs a running cluster",
     "sbatch": "needs Slurm; tests/unit/examples/test_cluster.py runs the script",
     "kubectl apply": "needs Kubernetes; tests/unit/examples/test_cluster.py reads the file",
-    "bash examples/cluster/ssh.sh": "needs machines; tests/unit/examples/test_cluster.py has an ssh of its own",
+    "bash examples/cluster/ssh.sh": "needs machines; tests/unit/examples/test_cluster.py replaces ssh",
     "pip download": "needs a package index",
     "hf download": "needs the hub",
-    "wandb login": "asks for a key",
+    "wandb login": "needs a key",
     "python my_data.py": "a file of the page; the slow tier runs it",
-    "tensorboard": "opens a server",
-    "vllm": "its server, which tests/engines/test_servers.py starts",
+    "tensorboard": "starts a server",
+    "vllm": "the server, which tests/engines/test_servers.py starts",
     "sglang.launch_server": "likewise",
 }
 PROGRAMS = ("python", "python3", "verl", "make", "bash", "pip", *{name.split()[0] for name in KNOWN} - {"tensorboard"})
@@ -99,26 +99,26 @@ def without_variables(words: list[str]) -> list[str]:
 
 
 def problem_of(words: list[str], whole: bool, tmp_path: Path, foreign: bool = False) -> str | None:
-    """What is wrong with a command, or None. `foreign`: programs that are not ours are not checked."""
-    program, *rest = words
-    arguments = [word for word in rest if "…" not in word and word not in ("key=value", "FILE")]
+    """The problem of a command, or None. `foreign`: programs of other projects are not checked."""
+    program, *operands = words
+    arguments = [word for word in operands if "…" not in word and word not in ("key=value", "FILE")]
     if " ".join(words[:2]) in KNOWN or program in KNOWN:
         return None
     if words[:2] == ["verl", "plan"] and whole:
         return plan_problem(arguments[1:])
     if program == "make":
-        return make_problem(rest)
+        return make_problem(operands)
     if program == "pip":
-        return pip_problem(rest)
+        return pip_problem(operands)
     if program == "bash":
         return script_problem(arguments, tmp_path)
     if program == "verl":
-        return verl_problem(rest, arguments, whole and len(arguments) == len(rest))
-    if program in ("python", "python3") and rest and rest[0] == "-m":
-        return module_problem(rest[1], arguments[2:], whole and len(arguments) == len(rest))
-    if program in ("python", "python3") and rest and rest[0].endswith(".py"):
-        return options_problem(rest[0], arguments[1:])
-    return None if foreign else "no way to check this kind of command: add one, or a row of KNOWN with the reason"
+        return verl_problem(operands, arguments, whole and len(arguments) == len(operands))
+    if program in ("python", "python3") and operands and operands[0] == "-m":
+        return module_problem(operands[1], arguments[2:], whole and len(arguments) == len(operands))
+    if program in ("python", "python3") and operands and operands[0].endswith(".py"):
+        return options_problem(operands[0], arguments[1:])
+    return None if foreign else "no check for this kind of command: add one, or an entry of KNOWN with the reason"
 
 
 def verl_problem(words: list[str], arguments: list[str], whole: bool) -> str | None:
@@ -141,17 +141,17 @@ def verl_problem(words: list[str], arguments: list[str], whole: bool) -> str | N
 
 @cache
 def help_of_subcommand(name: str) -> str:
-    printed = io.StringIO()
-    with mock.patch.object(sys, "argv"), contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+    output = io.StringIO()
+    with mock.patch.object(sys, "argv"), contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         SUBCOMMANDS[name].run(["--help"])
-    return printed.getvalue()
+    return output.getvalue()
 
 
 def make_problem(words: list[str]) -> str | None:
     text = (ROOT / "Makefile").read_text()
     for word in words:
-        known = rf"^{word.split('=')[0]} \?=" if "=" in word else rf"^{re.escape(word)}:"
-        if not re.search(known, text, re.MULTILINE):
+        pattern = rf"^{word.split('=')[0]} \?=" if "=" in word else rf"^{re.escape(word)}:"
+        if not re.search(pattern, text, re.MULTILINE):
             return f"the Makefile has no {word}"
     return None
 
@@ -160,7 +160,7 @@ def pip_problem(words: list[str]) -> str | None:
     section = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
     extras = re.findall(r"^([\w-]+) = ", section, re.MULTILINE)
     if words[:1] != ["install"]:
-        return "no way to check this"
+        return "no check for this pip command"
     names = [name for word in words for part in re.findall(r"^\.\[(.*)\]$", word) for name in part.split(",")]
     return next((f"there is no extra {name}" for name in names if name not in extras), None)
 

@@ -8,10 +8,10 @@ A bash or python block is executed in the fast tier unless a comment in front of
     <!-- executed: with tiny a.b=1 -->            training commands get these overrides ("tiny": a tiny model on a CPU)
     <!-- executed: slow with tiny -->             both
     <!-- composed: needs a GPU -->                only the configuration and the options are checked
-    <!-- not executed: needs a cluster -->        likewise, and programs that are not ours are allowed
+    <!-- not executed: needs a cluster -->        likewise, and programs of other projects are allowed
 
-A text block that follows directly is the expected output; `…` stands for any text, a line `…` for any lines. With
-`<!-- output: example -->` in front of it, it is not compared. Any other text block directly after an executed block is.
+A text block directly after an executed block is its expected output; `…` stands for any text, a line `…` for any lines.
+With `<!-- output: example -->` in front of it, it is not compared.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def parse(text: str, document: str) -> Iterator[Block]:
 def _mode(before: str, document: str) -> tuple[str, str, list[str]]:
     directive = _DIRECTIVE.search(before)
     if directive is None:
-        return (EXECUTED, "", []) if is_site_page(document) else (COMPOSED, "of a script that has its own test", [])
+        return (
+            (EXECUTED, "", []) if is_site_page(document) else (COMPOSED, "belongs to a script with a separate test", [])
+        )
     kind, text = directive[1], " ".join(directive[2].split())
     if kind in (COMPOSED, NOT_EXECUTED):
         return kind, text, []
@@ -132,7 +134,7 @@ def all_blocks() -> list[Block]:
 
 
 def report() -> str:
-    """How many blocks are tested in which way, and why some are not executed."""
+    """Number of blocks by kind of test, and the reasons why some are not executed."""
     blocks = all_blocks()
     modes = Counter(block.mode for block in blocks)
     lines = [f"{len(blocks)} code blocks"]

@@ -24,15 +24,15 @@ BATCHINGS = {
 
 def batch():
     data = make_batch(rows=12, seed=3)
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     shape = data.batch["responses"].shape
-    data.batch["old_log_probs"] = -5.5 + torch.randn(shape, generator=draw)
-    data.batch["advantages"] = torch.randn(shape, generator=draw)
+    data.batch["old_log_probs"] = -5.5 + torch.randn(shape, generator=generator)
+    data.batch["advantages"] = torch.randn(shape, generator=generator)
     return data
 
 
 def update_with_every_batching(rank, ranks, folder):
-    """Gradients, metrics and log-probs of the same rows for every batching; rank r writes `cut-<ranks>-r.pt`."""
+    """Gradients, metrics and log-probs of the same rows for every batching; rank r writes `results-<ranks>-r.pt`."""
     rank_rows = batch()[ROWS_BY_RANK[ranks][rank]]
     engine = make_engine(tiny_model())
     loss = PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.01}))
@@ -52,4 +52,4 @@ def update_with_every_batching(rank, ranks, folder):
             "inferred": engine.infer(rank_rows, loss.outputs, 0.7, micro).batch["log_probs"],
         }
         engine._optimizer.zero_grad()
-    torch.save(results, Path(folder) / f"cut-{ranks}-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{ranks}-{rank}.pt")

@@ -1,4 +1,4 @@
-"""Batches, FSDP engines and references by transformers alone for the tests of training engines."""
+"""Batches, FSDP engines and references computed by transformers for the tests of training engines."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def make_batch(
 
     `extra_prompt` widens the padding only: the same tokens in every row.
     """
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, vocab, (rows, prompt + response), generator=draw)
-    prompt_lengths = torch.randint(2, prompt + 1, (rows, 1), generator=draw)
-    response_lengths = torch.randint(1, response + 1, (rows, 1), generator=draw)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, vocab, (rows, prompt + response), generator=generator)
+    prompt_lengths = torch.randint(2, prompt + 1, (rows, 1), generator=generator)
+    response_lengths = torch.randint(1, response + 1, (rows, 1), generator=generator)
     mask = torch.cat(
         [torch.arange(prompt) >= prompt - prompt_lengths, torch.arange(response) < response_lengths], dim=1
     )
-    sampled = mask[:, prompt:] & (torch.rand((rows, response), generator=draw) < 0.8)
-    weights = torch.randn((rows, response), generator=draw)
+    sampled = mask[:, prompt:] & (torch.rand((rows, response), generator=generator) < 0.8)
+    weights = torch.randn((rows, response), generator=generator)
     widen = (extra_prompt, 0)
     ids = torch.nn.functional.pad(ids, widen, value=99)
     mask = torch.nn.functional.pad(mask, widen, value=False)
@@ -99,7 +99,7 @@ def make_batch(
         "responses": ids[:, prompt + extra_prompt :],
         "response_mask": sampled.long(),
         "weights": weights,
-        "teacher_top_ids": torch.randint(5, vocab, (rows, response, 3), generator=draw, dtype=torch.int32),
+        "teacher_top_ids": torch.randint(5, vocab, (rows, response, 3), generator=generator, dtype=torch.int32),
     }
     return DataProto.from_dict(tensors)
 

@@ -232,5 +232,5 @@ class AsyncLLM(LLM):
 
 def modules() -> dict[str, types.ModuleType]:
     """The entries of `sys.modules` where tensorrt_llm is installed."""
-    here = sys.modules[__name__]
-    return {name: here for name in ("tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params")}
+    module = sys.modules[__name__]
+    return {name: module for name in ("tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params")}

@@ -100,7 +100,7 @@ class HostedWorker(FragileWorker):
         begin = host._begin
 
         def die_on_begin(*args: Any) -> None:
-            self._die_if_armed("generate")  # later, the engine may have finished all rows already
+            self._die_if_armed("generate")  # at a later point the engine may have finished all rows
             begin(*args)
 
         host._begin = die_on_begin

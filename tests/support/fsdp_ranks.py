@@ -24,7 +24,7 @@ CHANGES = {"lr_scheduler": "cosine", "lr_warmup_steps": 1}
 
 
 def run_rank(rank, ranks, folder):
-    """All results that the tests check, computed in one process start; rank r writes `found-r.pt`."""
+    """All results that the tests check, computed in one process start; rank r writes `results-r.pt`."""
     folder = Path(folder)
     results = {}
     data = make_batch(rows=ROWS)
@@ -67,7 +67,7 @@ def run_rank(rank, ranks, folder):
     results["continued again"] = whole_weights(resumed)
     results["failed saves"] = failed_saves(resumed, folder)
     results["adapters"] = lora_results(rank_rows, folder)
-    torch.save(results, folder / f"found-{rank}.pt")
+    torch.save(results, folder / f"results-{rank}.pt")
 
 
 def steps(engine, data, count):
@@ -91,7 +91,7 @@ def second_gradients(data, tied):
 
 def failed_saves(engine, folder):
     """Errors on this rank when only rank 0 cannot write its file or allocate the host copy; all ranks continue."""
-    raised = []
+    errors = []
     for name in ("extra.pt", "model.json"):
         (folder / "blocked" / name).mkdir(parents=True, exist_ok=True)
     (folder / "a file").touch()
@@ -99,19 +99,19 @@ def failed_saves(engine, folder):
         lambda: engine.save(folder / "blocked", ["extra"]),
         lambda: engine.save(folder / "blocked", ["model", "optimizer"]),
         lambda: engine.export_hf(folder / "a file"),
-        lambda: without_host_memory(lambda: engine.begin_save(folder / "no room", ["model"])),
+        lambda: without_host_memory(lambda: engine.begin_save(folder / "no memory", ["model"])),
     ):
         try:
             save()
         except Exception as error:
-            raised.append(f"{type(error).__name__}: {error}")
-    return raised
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def without_host_memory(save):
     if dist.get_rank() > 0:
         return save()
-    with patch.object(HostSnapshot, "_allocate", side_effect=MemoryError("no room")):
+    with patch.object(HostSnapshot, "_allocate", side_effect=MemoryError("no memory")):
         return save()
 
 

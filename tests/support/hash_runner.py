@@ -69,10 +69,10 @@ class HashRunner:
     def _feed(self, slot: int, position: int, token: int) -> int:
         """Write the token's KV entry and return the resulting model state."""
         table = self._tables[slot]
-        places = [(table[p // self._size], p % self._size) for p in range(position + 1)]
-        earlier = [self._kv[block][offset] for block, offset in places[:-1]]
+        cells = [(table[p // self._size], p % self._size) for p in range(position + 1)]
+        earlier = [self._kv[block][offset] for block, offset in cells[:-1]]
         assert None not in earlier, f"slot {slot} reads KV that was never written, before position {position}"
-        block, offset = places[-1]
+        block, offset = cells[-1]
         self._kv[block][offset] = entry = hash((self.weights, token, position, *earlier))
         return hash((*earlier, entry))
 
@@ -108,16 +108,16 @@ def sampled(state: int, key: int, position: int, banned: set[int]) -> tuple[int,
 def expected(sequence: Sequence, output: Output) -> Output:
     """Recompute an output from scratch, with the weights that produced each of its tokens."""
     params = sequence.params
-    right = Output(finish_reason=output.finish_reason, versions=output.versions)
+    expected_output = Output(finish_reason=output.finish_reason, versions=output.versions)
     for version in output.versions:
         entries: list[int] = []
-        tokens = [*sequence.prompt_ids, *right.token_ids]
+        tokens = [*sequence.prompt_ids, *expected_output.token_ids]
         for position, token in enumerate(tokens):
             entries.append(hash((version, token, position, *entries)))
-        banned = set(params.end_token_ids) if len(right.token_ids) < params.min_new_tokens else set()
+        banned = set(params.end_token_ids) if len(expected_output.token_ids) < params.min_new_tokens else set()
         token, log_prob, raw, drawn = sampled(hash(tuple(entries)), params.key, len(tokens), banned)
-        right.token_ids.append(token)
-        right.log_probs.append(log_prob)
-        right.raw_log_probs.append(raw)
-        right.sampled_log_probs.append(drawn)
-    return right
+        expected_output.token_ids.append(token)
+        expected_output.log_probs.append(log_prob)
+        expected_output.raw_log_probs.append(raw)
+        expected_output.sampled_log_probs.append(drawn)
+    return expected_output

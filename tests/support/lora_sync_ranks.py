@@ -42,5 +42,5 @@ def run_rank(rank: int, ranks: int, folder: str, parallel: int) -> None:
         transfer.sync(3)
     except WeightMismatchError as error:
         results["refused"] = str(error)
-    torch.save(results, Path(folder) / f"found-{rank}-{parallel}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}-{parallel}.pt")
     rollout.close()

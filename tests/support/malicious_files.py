@@ -1,4 +1,4 @@
-"""Files that run a command or exhaust memory in a loader that trusts them. Each command creates the folder `canary`."""
+"""Files that run a command or exhaust memory in an unprotected loader. Each command creates the folder `canary`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def code_pickles(canary: Path) -> dict[str, bytes]:
     code, call = _text(_code(canary)), _global("builtins", "eval")
     torch_file = io.BytesIO()
     torch.save(Hostile(canary), torch_file)
-    inner = torch_file.getvalue()
+    file_pickle = torch_file.getvalue()
     return {
         "GLOBAL REDUCE": P2 + mkdir + path + b"\x85R",
         "STACK_GLOBAL": b"\x80\x04\x8c\x05posix\x8c\x05mkdir\x93" + path + b"\x85R",
@@ -90,8 +90,8 @@ def code_pickles(canary: Path) -> dict[str, bytes]:
         "torch bytes": P2
         + _global("torch.storage", "_load_from_bytes")
         + b"B"
-        + struct.pack("<I", len(inner))
-        + inner
+        + struct.pack("<I", len(file_pickle))
+        + file_pickle
         + b"\x85R",
         "numpy array of objects": pickle.dumps(np.array([Hostile(canary)], dtype=object), 2)[:-1],
         "beside tensors": pickle.dumps({"weight": [1.0], "extra": Hostile(canary)}, 2)[:-1],
@@ -167,9 +167,9 @@ def _bomb(data_pkl: bytes | None, name: str) -> bytes:
 
 def _larger(archive: bytes) -> bytes:
     """Set another size of the storage in the central directory of the archive."""
-    at = archive.rfind(b"PK\x01\x02", 0, archive.rfind(b"archive/data/0"))
+    header_offset = archive.rfind(b"PK\x01\x02", 0, archive.rfind(b"archive/data/0"))
     sizes = struct.pack("<II", 2**31, 2**31)
-    return archive[: at + 20] + sizes + archive[at + 28 :]
+    return archive[: header_offset + 20] + sizes + archive[header_offset + 28 :]
 
 
 def _copies(function: bytes, argument: bytes) -> bytes:

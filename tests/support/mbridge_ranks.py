@@ -28,21 +28,21 @@ IMPORT_ERRORS = (
 
 
 def compare_with_bridge(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
-    """Load two engines from the same files, one of them by the bridge; rank r writes `found-r.pt`."""
+    """Load two engines from the same files, one of them by the bridge; rank r writes `results-r.pt`."""
     results = {}
     for layout, name in cases:
-        stored, changes = Path(folder) / f"{layout}-{name}", {} if ranks == 1 else LAYOUTS[layout]
+        model_folder, changes = Path(folder) / f"{layout}-{name}", {} if ranks == 1 else LAYOUTS[layout]
         model = model_of(name)
         if rank == 0:
-            (model.model if MODELS[name][0] == "value" else model).save_pretrained(stored)
+            (model.model if MODELS[name][0] == "value" else model).save_pretrained(model_folder)
         dist.barrier()
         with count_conversions() as conversions:
-            bridge = make_megatron(str(stored), MODELS[name][0], use_mbridge=True, **changes)
-            case = _compare(bridge, stored, MODELS[name][0], changes, ranks)
+            bridge = make_megatron(str(model_folder), MODELS[name][0], use_mbridge=True, **changes)
+            case = _compare(bridge, model_folder, MODELS[name][0], changes, ranks)
         if layout != WEIGHTS_ONLY:  # a save first checks the outputs of a forward pass
-            case["masters"] = _masters(stored, name, changes)
+            case["masters"] = _masters(model_folder, name, changes)
         results[layout, name] = case | {"used": all(conversions.values())}
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
 @contextmanager
@@ -67,9 +67,9 @@ def count_conversions() -> Iterator[Counter[str]]:
         yield counts
 
 
-def _compare(bridge: Any, stored: Path, kind: str, changes: dict[str, Any], ranks: int) -> dict[str, list[str]]:
+def _compare(bridge: Any, model_folder: Path, kind: str, changes: dict[str, Any], ranks: int) -> dict[str, list[str]]:
     """By quantity, the names of weights that are not bit-identical to those of our own mapping."""
-    ours = make_megatron(str(stored), kind, **changes)
+    ours = make_megatron(str(model_folder), kind, **changes)
     shards = [
         {f"{at}.{key}": value for at, part in enumerate(engine.models) for key, value in part.named_parameters()}
         for engine in (bridge, ours)
@@ -79,25 +79,31 @@ def _compare(bridge: Any, stored: Path, kind: str, changes: dict[str, Any], rank
     case = {"shards": mismatched(*shards)}
     for size in (1 << 30, 40_000, 3_000):
         case[f"whole, {size}"] = mismatched(collect_buckets(bridge, None, size, None), expected)
-        own = cut_rows(expected, parts[dist.get_rank()])
-        case[f"rows, {size}"] = mismatched(collect_buckets(bridge, None, size, parts), own)
-        one = [{"model.layers.1.self_attn.k_proj.weight": range(1, 9), "lm_head.weight": range(200, 260)}] * ranks
-        one = [{key: rows for key, rows in ranges.items() if key in expected} for ranges in one]
+        own_rows = cut_rows(expected, parts[dist.get_rank()])
+        case[f"rows, {size}"] = mismatched(collect_buckets(bridge, None, size, parts), own_rows)
+        few_rows = [{"model.layers.1.self_attn.k_proj.weight": range(1, 9), "lm_head.weight": range(200, 260)}] * ranks
+        few_rows = [{key: rows for key, rows in ranges.items() if key in expected} for ranges in few_rows]
         half = {key: value.bfloat16() for key, value in expected.items()}
-        case[f"few, {size}"] = mismatched(collect_buckets(bridge, torch.bfloat16, size, one), cut_rows(half, one[0]))
+        case[f"few, {size}"] = mismatched(
+            collect_buckets(bridge, torch.bfloat16, size, few_rows), cut_rows(half, few_rows[0])
+        )
     case["order"] = [] if list(collect_buckets(bridge, None, 40_000, None)) == list(expected) else ["another"]
-    bridge.export_hf(stored / "theirs", torch.float32)
-    ours.export_hf(stored / "ours", torch.float32)
+    bridge.export_hf(model_folder / "bridge", torch.float32)
+    ours.export_hf(model_folder / "ours", torch.float32)
     return case
 
 
-def _masters(stored: Path, name: str, changes: dict[str, Any]) -> list[str]:
+def _masters(model_folder: Path, name: str, changes: dict[str, Any]) -> list[str]:
     """Names of float32 master weights of a bfloat16 model that differ from the files."""
-    half = make_megatron(str(stored), MODELS[name][0], dtype="bf16", background_save=False, use_mbridge=True, **changes)
-    half.save(stored / "masters", ("model",))
+    half = make_megatron(
+        str(model_folder), MODELS[name][0], dtype="bf16", background_save=False, use_mbridge=True, **changes
+    )
+    half.save(model_folder / "masters", ("model",))
     loaded = make_megatron(other_model(name), MODELS[name][0], **changes)
-    loaded.load(stored / "masters", ("model",))
-    return mismatched(whole_weights(loaded), whole_weights(make_megatron(str(stored), MODELS[name][0], **changes)))
+    loaded.load(model_folder / "masters", ("model",))
+    return mismatched(
+        whole_weights(loaded), whole_weights(make_megatron(str(model_folder), MODELS[name][0], **changes))
+    )
 
 
 @contextmanager
@@ -118,15 +124,15 @@ def check_fallbacks(rank: int, ranks: int, folder: str) -> None:
     """Errors for models that the bridge cannot map, and the fallback to our own mapping if its import fails."""
     results: dict[str, Any] = {}
     for name in UNSUPPORTED_MODELS:
-        stored = Path(folder) / name
-        model_of(name).config.save_pretrained(stored)
+        model_folder = Path(folder) / name
+        model_of(name).config.save_pretrained(model_folder)
         try:
-            make_megatron(str(stored), use_mbridge=True)
+            make_megatron(str(model_folder), use_mbridge=True)
         except ValueError as error:
             results[name] = str(error)
-    stored = Path(folder) / "tied"
+    model_folder = Path(folder) / "tied"
     model = model_of("tied")
-    model.save_pretrained(stored)
+    model.save_pretrained(model_folder)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append
@@ -135,18 +141,18 @@ def check_fallbacks(rank: int, ranks: int, folder: str) -> None:
     results["ours"] = []
     for error in IMPORT_ERRORS:
         with import_raises(error):
-            engine = make_megatron(str(stored), use_mbridge=True)
+            engine = make_megatron(str(model_folder), use_mbridge=True)
         results["ours"] += mismatched(whole_weights(engine), model.state_dict())
     logging.getLogger("verl").removeHandler(handler)
     results["messages"] = [record.getMessage() for record in records if "use_mbridge" in record.getMessage()]
-    results["no files"] = _without_files(stored)
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    results["no files"] = _without_files(model_folder)
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
-def _without_files(stored: Path) -> str:
-    (stored / "model.safetensors").unlink()
+def _without_files(model_folder: Path) -> str:
+    (model_folder / "model.safetensors").unlink()
     try:
-        make_megatron(str(stored), use_mbridge=True)
+        make_megatron(str(model_folder), use_mbridge=True)
     except ValueError as error:
         return str(error)
     return ""

@@ -57,7 +57,7 @@ class TokenCheck:
         headers = {name.decode(): value.decode() for name, value in scope.get("headers") or []}
         if scope["type"] == "http" and headers.get("authorization") != f"Bearer {TOKEN}":
             await send({"type": "http.response.start", "status": 401, "headers": []})
-            await send({"type": "http.response.body", "body": b"who are you?"})
+            await send({"type": "http.response.body", "body": b"unauthorized"})
             return
         if scope["type"] == "http":
             with Path(os.environ["NOTES"]).open("a") as log:

@@ -86,11 +86,11 @@ def rows_of_dp_rank(dp_rank: int, dp_size: int) -> slice:
 
 
 def train_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
-    """All results that the tests check, computed in one process start; rank r writes `found-r.pt`."""
+    """All results that the tests check, computed in one process start; rank r writes `results-r.pt`."""
     results = {}
     for layout, model in cases:
         results[layout, model] = train_case(model, LAYOUTS[layout])
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
 def train_case(name: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -135,10 +135,10 @@ def train_colocated_engines(rank: int, ranks: int, folder: str) -> None:
         fields = reference.infer(data, ["log_probs"], 0.7, FIXED)
         results["reference"].append(fields.batch["log_probs"] if reference.collects else None)
         for name, engine in engines.items():
-            own = losses[name].get("loss", (0.0,))[0] if engine.collects else 0.0
-            results[name].append((own, engine.optimizer_step()["grad_norm"]))
+            loss = losses[name].get("loss", (0.0,))[0] if engine.collects else 0.0
+            results[name].append((loss, engine.optimizer_step()["grad_norm"]))
     results["place"] = reference.dp_rank, reference.dp_size
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
 def gather_full(engine: Any, gradients: bool) -> dict[str, torch.Tensor]:
@@ -181,10 +181,10 @@ def replay_cases(rank: int, ranks: int, folder: str, layouts: list[str]) -> None
         engine = make_megatron(
             model_of("experts"), router_replay=True, override_transformer_config=recompute, **LAYOUTS[layout]
         )
-        place = rows_of_dp_rank(engine.dp_rank, engine.dp_size)
-        data, outputs = rows()[place], ["log_probs", "entropy"]
+        row_slice = rows_of_dp_rank(engine.dp_rank, engine.dp_size)
+        data, outputs = rows()[row_slice], ["log_probs", "entropy"]
         recorded = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
-        data.batch["routed_experts"] = random_experts(rows(), *EXPERTS_SHAPE)[place]
+        data.batch["routed_experts"] = random_experts(rows(), *EXPERTS_SHAPE)[row_slice]
         replayed = engine.infer(data, [*outputs, "routed_experts"], 0.7, FIXED).batch
         metrics = engine.forward_backward(data, token_loss, outputs, 0.7, FIXED)
         results[layout] = {

@@ -38,18 +38,18 @@ def mismatched(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 
 def export_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]]) -> None:
-    """Load weights from files or memory and export them in buckets of several sizes; rank r writes `found-r.pt`."""
+    """Load weights from files or memory and export them in buckets of several sizes; rank r writes `results-r.pt`."""
     results = {}
     for layout, name in cases:
         kind = MODELS[name][0]
         model = model_of(name)
         expected = model.state_dict()
-        stored = Path(folder) / f"{layout}-{name}"
+        model_folder = Path(folder) / f"{layout}-{name}"
         if rank == 0 and kind == "causal_lm":
-            model.save_pretrained(stored)
+            model.save_pretrained(model_folder)
         dist.barrier()
         # Only the first rank's model in memory counts.
-        source: Any = str(stored) if kind == "causal_lm" else model if rank == 0 else other_model(name)
+        source: Any = str(model_folder) if kind == "causal_lm" else model if rank == 0 else other_model(name)
         engine = make_megatron(source, kind, train=kind != "sequence_classification", **LAYOUTS[layout])
         case: dict[str, Any] = {"names": list(engine.manifest()) == list(expected)}
         for size in (1 << 30, 40_000, 3_000):
@@ -60,8 +60,8 @@ def export_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]
             )
             first = [shard_rows(expected, 0, 1), *({} for _ in range(ranks - 1))]
             rounded = {key: value.bfloat16() for key, value in expected.items()}
-            one = collect_buckets(engine, torch.bfloat16, size, first)
-            case[f"first rank, {size}"] = mismatched(one, cut_rows(rounded, first[rank]))
+            first_rank_rows = collect_buckets(engine, torch.bfloat16, size, first)
+            case[f"first rank, {size}"] = mismatched(first_rank_rows, cut_rows(rounded, first[rank]))
         engine.export_hf(Path(folder) / "exported" / f"{layout}-{name}", torch.float32)
         if (
             kind != "sequence_classification" and layout != WEIGHTS_ONLY
@@ -72,7 +72,7 @@ def export_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]
             loaded.load(Path(folder) / "masters" / f"{layout}-{name}", ("model",))
             case["masters"] = mismatched(whole_weights(loaded), expected)
         results[layout, name] = case
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
 def shard_rows(tensors: Mapping[str, torch.Tensor], part: int, parts: int) -> dict[str, range]:
@@ -95,17 +95,17 @@ def collect_buckets(engine: Any, dtype: torch.dtype | None, size: int, wanted: A
 
 def measure_memory(rank: int, ranks: int, folder: str) -> None:
     """Peak bytes of tensors besides a rank's own weights while it loads, exports, saves and syncs weights."""
-    stored = Path(folder) / "large"
+    model_folder = Path(folder) / "large"
     if rank == 0:
-        tiny_model(**LARGE).save_pretrained(stored)
+        tiny_model(**LARGE).save_pretrained(model_folder)
     dist.barrier()
     engine = make_megatron(
-        str(stored), background_save=False, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
+        str(model_folder), background_save=False, tensor_model_parallel_size=2, pipeline_model_parallel_size=2
     )
-    own = [*(value for model in engine.models for value in model.parameters())]
-    results = {"shard": sum(value.nbytes for value in own)}
+    parameters = [*(value for model in engine.models for value in model.parameters())]
+    results = {"shard": sum(value.nbytes for value in parameters)}
     operations: dict[str, Any] = {
-        "fill": lambda: engine.load_weights(str(stored)),
+        "fill": lambda: engine.load_weights(str(model_folder)),
         "whole": lambda: _drain_buckets(engine, None),
         "rows": lambda: _drain_buckets(engine, _halves(engine)),
         "save": lambda: engine.save(Path(folder) / "saved", ("model",)),
@@ -113,10 +113,10 @@ def measure_memory(rank: int, ranks: int, folder: str) -> None:
         "export": lambda: engine.export_hf(Path(folder) / "exported"),
     }
     for name, run in operations.items():
-        with TensorBytes(own) as memory:
+        with TensorBytes(parameters) as memory:
             run()
         results[name] = memory.peak
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
 def _halves(engine: Any) -> list[dict[str, range]]:
@@ -165,14 +165,14 @@ def checkpoint_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, 
             if other == layout:
                 case["same numbers"] = same_noise and same_rates
         loaded.save(Path(folder) / f"fsdp-{layout}-{name}", ALL)
-        back = _megatron(name, layout, other_model)
-        back.load(Path(folder) / f"fsdp-{layout}-{name}", ALL)
-        case["loaded"]["from fsdp"] = mismatched(whole_weights(back), whole_weights(loaded))
-        _train_steps(back, 2)
+        reloaded = _megatron(name, layout, other_model)
+        reloaded.load(Path(folder) / f"fsdp-{layout}-{name}", ALL)
+        case["loaded"]["from fsdp"] = mismatched(whole_weights(reloaded), whole_weights(loaded))
+        _train_steps(reloaded, 2)
         _train_steps(loaded, 2)
-        case["steps"]["from fsdp"] = _largest_difference(whole_weights(back), whole_weights(loaded))
+        case["steps"]["from fsdp"] = _largest_difference(whole_weights(reloaded), whole_weights(loaded))
         results[layout, name] = case
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
 def _megatron(name: str, layout: str, build: Any = model_of) -> Any:
@@ -220,7 +220,7 @@ def load_core_checkpoint(rank: int, ranks: int, folder: str, model: str, layout:
     for trained in (engine, loaded):
         _train_steps(trained, 1)
     results["steps"] = _largest_difference(whole_weights(loaded), whole_weights(engine))
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
 def kill_during_save(rank: int, ranks: int, folder: str) -> None:

@@ -34,7 +34,7 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
         engine.forward_backward(rank_rows, token_loss, ["log_probs"])
         engine.optimizer_step()
     results["replica"] = [local_shard(value).clone() for value in engine.model.parameters()]
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
 
 
 def offloaded_steps(data):

@@ -81,9 +81,9 @@ def write_sharded_tensors(state: Mapping[str, torch.Tensor], folder: Path, ranks
                     ShardMetadata([int(span[0]), *offsets], [len(span), *value.shape[1:]], f"rank:{owner}/cpu")
                     for owner, span in enumerate(rows)
                 ]
-                own = [Shard(value[rows[rank]].clone(), shards[rank])] if rank < len(rows) else []
+                local_shards = [Shard(value[rows[rank]].clone(), shards[rank])] if rank < len(rows) else []
                 metadata = ShardedTensorMetadata(shards, value.shape, TensorProperties(dtype=value.dtype))
-                parts[name] = ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata)
+                parts[name] = ShardedTensor._init_from_local_shards_and_global_metadata(local_shards, metadata)
             torch.save(parts, folder / f"model_world_size_{ranks}_rank_{rank}.pt")
     return folder
 

@@ -52,10 +52,10 @@ class RouterChangingTrainer(RayPPOTrainer):
     def _generate_and_score(self, prompts: DataProto, metrics: dict[str, float]) -> DataProto:
         batch = super()._generate_and_score(prompts, metrics)
         self.actor = policy_worker(self.actor_wg).engine
-        draw = torch.Generator().manual_seed(5)
+        generator = torch.Generator().manual_seed(5)
         for weight in self._routers():
             local = weight.to_local() if hasattr(weight, "to_local") else weight
-            local.data.copy_(0.5 * torch.randn(local.shape, generator=draw))
+            local.data.copy_(0.5 * torch.randn(local.shape, generator=generator))
         return batch
 
     def _routers(self) -> list[Any]:
@@ -65,9 +65,9 @@ class RouterChangingTrainer(RayPPOTrainer):
         return [weight for name, weight in model.named_parameters() if name.endswith(ends)]
 
     def expert_choices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[known choices, k]: the experts recorded in the last batch, and those the actor uses for it now."""
+        """[recorded choices, k]: the experts recorded in the last batch, and those that the actor uses for it now."""
         recorded = self._last_batch.batch["routed_experts"]
         assert recorded.shape[1:] == (self._last_batch.batch["attention_mask"].shape[1], LAYERS, CHOSEN)
         replayed = self.actor.infer(self._last_batch, ["log_probs", "routed_experts"]).batch["routed_experts"]
-        known = (recorded < EXPERTS).all(dim=-1)
-        return recorded[known], replayed[known]
+        is_recorded = (recorded < EXPERTS).all(dim=-1)
+        return recorded[is_recorded], replayed[is_recorded]

@@ -1,4 +1,4 @@
-"""A minimal TrainEngine with two pipeline stages: the first has the embedding, the last everything else and the loss.
+"""A TrainEngine with two pipeline stages: the embedding in the first, all other layers and the loss in the last.
 
 The workers of all roles must run on it unchanged.
 """
@@ -76,17 +76,19 @@ class PipelineEngine:
 
     @torch.no_grad()
     def infer(self, data, outputs, temperature=1.0, micro=None, top_k=0):
-        order, parts = [], []
+        order, outputs_of_parts = [], []
         for part, rows in micro_batches(data, micro, COST_PER_TOKEN, lambda count: count):
             front = self._rows(part)
             hidden = self._hidden(front)
             if self.stage == LAST:
-                parts.append(self._fields(hidden, front, outputs, part, temperature))
+                outputs_of_parts.append(self._fields(hidden, front, outputs, part, temperature))
                 order += rows
         if self.stage == FIRST:
             return DataProto()
-        back = torch.tensor(order).argsort()
-        return DataProto.from_dict({name: torch.cat([part[name] for part in parts])[back] for name in outputs})
+        row_order = torch.tensor(order).argsort()
+        return DataProto.from_dict(
+            {name: torch.cat([part[name] for part in outputs_of_parts])[row_order] for name in outputs}
+        )
 
     def base_weights(self):
         return nullcontext()

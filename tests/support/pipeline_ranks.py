@@ -25,7 +25,7 @@ def run_stage(rank: int, ranks: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     entry = TrainingEngine("tests.support.pipeline_engine:PipelineEngine", "fsdp_config")
     TRAINING_ENGINES.update(fsdp=entry, fsdp2=entry)
-    torch.save(phases(folder, f"{folder}/stages"), Path(folder) / f"found-{rank}.pt")
+    torch.save(phases(folder, f"{folder}/stages"), Path(folder) / f"results-{rank}.pt")
 
 
 def phases(folder: str, checkpoints: str) -> dict[str, Any]:

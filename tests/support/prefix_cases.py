@@ -43,9 +43,9 @@ def batch_of(rows: Sequence[tuple[list[int], list[int]]]) -> DataProto:
         begin, end = PROMPT - len(prompt), PROMPT + len(response)
         ids[row, begin:end] = torch.tensor([*prompt, *response])
         mask[row, begin:end] = 1
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     shape = (len(rows), RESPONSE)
-    sampled = mask[:, PROMPT:] * (torch.rand(shape, generator=draw) < 0.8)
+    sampled = mask[:, PROMPT:] * (torch.rand(shape, generator=generator) < 0.8)
     tensors = {
         "input_ids": ids,
         "attention_mask": mask,
@@ -53,8 +53,8 @@ def batch_of(rows: Sequence[tuple[list[int], list[int]]]) -> DataProto:
         "prompts": ids[:, :PROMPT],
         "responses": ids[:, PROMPT:],
         "response_mask": sampled,
-        "weights": torch.randn(shape, generator=draw),
-        "teacher_top_ids": torch.randint(5, 264, (*shape, 3), generator=draw, dtype=torch.int32),
+        "weights": torch.randn(shape, generator=generator),
+        "teacher_top_ids": torch.randint(5, 264, (*shape, 3), generator=generator, dtype=torch.int32),
     }
     return DataProto.from_dict(tensors)
 
@@ -67,10 +67,10 @@ def computed_tokens(name: str) -> int:
 
 def policy_columns(data: DataProto) -> DataProto:
     """Add the columns that policy losses read."""
-    draw = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     shape = data.batch["responses"].shape
     for name in ("old_log_probs", "advantages", "ref_log_prob"):
-        data.batch[name] = torch.randn(shape, generator=draw) - 5.0 * (name != "advantages")
+        data.batch[name] = torch.randn(shape, generator=generator) - 5.0 * (name != "advantages")
     data.batch["trajectory_tokens"] = data.batch["response_mask"].sum(1)
     return data
 

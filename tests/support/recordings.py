@@ -79,15 +79,15 @@ def write_step(writer: RecordWriter, step: int, metrics: dict[str, float] | None
     writer.line("metrics", {"step": step, "time": start + 10, "data": data | (metrics or {})})
     spans = [("controller", "step", 0, 10), ("controller", "gen", 0, 6), ("actor/0", "update", 6, 9)]
     for track, phase, begin, end in [*spans, ("actor/1", "update", 6, 7), ("engine/0", "generating", 0, 5)]:
-        place = {"step": step, "track": track, "phase": phase, "host": "h", "pid": 1}
-        writer.line("phases", place | {"start": start + begin, "end": start + end})
+        phase_span = {"step": step, "track": track, "phase": phase, "host": "h", "pid": 1}
+        writer.line("phases", phase_span | {"start": start + begin, "end": start + end})
     writer.line("engines", {"time": start, "engine": "engine/0", "running": 3, "waiting": 0, "kv_used": 0.5})
     _submit(writer, lambda: writer.write_table("groups", step, _groups(step)))
     _submit(writer, lambda: writer.write_table("trajectories", step, _trajectories(step)))
 
 
 def _submit(writer: RecordWriter, job: Callable[[], None]) -> None:
-    """Wait until the writer accepts the job: nothing may be skipped."""
+    """Wait until the writer accepts the job: no record may be dropped."""
     while not writer.submit(job):
         time.sleep(0.001)
 

@@ -37,7 +37,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 
 def wait_finished(host: LoopHost, *jobs: str) -> None:
-    """Wait until no row of these jobs is generated any more."""
+    """Wait until generation of all rows of these jobs has ended."""
     wait_until(lambda: not any(host._jobs[job].unfinished for job in jobs))
 
 
@@ -76,10 +76,10 @@ def tokens_by_name(replies: list[tuple[HostReply, DataProto]]) -> dict[str, list
         headers = reply.headers
         assert headers is not None
         for number, name in enumerate(headers.names):
-            own = headers.tokens[headers.token_offsets[number] : headers.token_offsets[number + 1]].tolist()
-            assert rows.batch["responses"][number, : len(own)].tolist() == own
+            tokens_of_row = headers.tokens[headers.token_offsets[number] : headers.token_offsets[number + 1]].tolist()
+            assert rows.batch["responses"][number, : len(tokens_of_row)].tolist() == tokens_of_row
             assert name not in tokens, "reported once"
-            tokens[name] = own
+            tokens[name] = tokens_of_row
     return tokens
 
 

@@ -36,22 +36,22 @@ def moe_model(family: str) -> Any:
 
 def random_experts(data: DataProto, layers: int, experts: int, chosen: int) -> torch.Tensor:
     """[B, P+R, layers, k] uint8: random experts for every token; `UNKNOWN` for a fifth of the tokens."""
-    draw = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(3)
     shape = (*data.batch["attention_mask"].shape, layers, experts)
-    experts_of_tokens = torch.rand(shape, generator=draw).argsort(dim=-1)[..., :chosen].to(torch.uint8)
-    experts_of_tokens[torch.rand(shape[:2], generator=draw) < 0.2] = UNKNOWN
+    experts_of_tokens = torch.rand(shape, generator=generator).argsort(dim=-1)[..., :chosen].to(torch.uint8)
+    experts_of_tokens[torch.rand(shape[:2], generator=generator) < 0.2] = UNKNOWN
     return experts_of_tokens
 
 
-def hf_experts(model: Any, data: DataProto, like: torch.Tensor) -> torch.Tensor:
+def hf_experts(model: Any, data: DataProto, template: torch.Tensor) -> torch.Tensor:
     """[B, P+R, layers, k] experts that the routers of transformers choose, `UNKNOWN` elsewhere; shaped as `like`."""
-    seen: dict[int, torch.Tensor] = {}
-    record_routes(model, seen.__setitem__)
-    table = torch.full_like(like, UNKNOWN)
+    experts_by_layer: dict[int, torch.Tensor] = {}
+    record_routes(model, experts_by_layer.__setitem__)
+    table = torch.full_like(template, UNKNOWN)
     for row, ids, mask in zip(table, data.batch["input_ids"], data.batch["attention_mask"].bool(), strict=True):
         with torch.no_grad():
             model(input_ids=ids[mask][None])
-        for layer, experts in seen.items():
+        for layer, experts in experts_by_layer.items():
             row[mask.nonzero()[:, 0], layer] = experts.to(torch.uint8)
     return table
 
@@ -64,13 +64,13 @@ def with_replayed_experts(model: Any, data: DataProto, experts: torch.Tensor) ->
 
         def replay(module: Any, _: Any, chosen: Any, layer: int = layer, passes: Any = passes) -> Any:
             row = next(passes) % len(masks)
-            logits, _, own = chosen
+            logits, _, recorded_experts = chosen
             replayed = experts[row][masks[row]][:, layer].long()
-            replayed = torch.where(replayed < logits.shape[-1], replayed, own)
-            picked = logits.softmax(-1).gather(1, replayed)
+            replayed = torch.where(replayed < logits.shape[-1], replayed, recorded_experts)
+            replayed_weights = logits.softmax(-1).gather(1, replayed)
             if getattr(module, "norm_topk_prob", True):
-                picked = picked / picked.sum(-1, keepdim=True)
-            return logits, picked, replayed
+                replayed_weights = replayed_weights / replayed_weights.sum(-1, keepdim=True)
+            return logits, replayed_weights, replayed
 
         router.register_forward_hook(replay)
     return model

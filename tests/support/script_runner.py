@@ -1,6 +1,6 @@
 """A scripted model on the real engine: scheduler, blocks, prefix cache and thread.
 
-The script gets the tokens that the runner reads through the block tables, as a model would.
+The script receives the tokens that the runner reads through the block tables, as a model would.
 """
 
 from __future__ import annotations

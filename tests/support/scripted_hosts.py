@@ -40,8 +40,8 @@ class _Sequence:
     def sample(self, count: int, version: int) -> bool:
         """Sample up to `count` tokens; return whether the response is complete."""
         response = expected_tokens(self.request.params.key, self.request.params.max_new_tokens)
-        known = len(self.output.token_ids)
-        new = response[known : known + count]
+        sampled = len(self.output.token_ids)
+        new = response[sampled : sampled + count]
         self.output.token_ids += new
         self.output.log_probs += [-token / 100 for token in new]
         self.output.versions += [version] * len(new)
@@ -68,12 +68,14 @@ class ScriptedEngine:
         futures = []
         with self._lock:
             for request in requests:
-                known = request.resume_from or Output()
+                partial = request.resume_from or Output()
                 expected = expected_tokens(request.params.key, request.params.max_new_tokens)
-                assert known.token_ids == expected[: len(known.token_ids)], "resumed from tokens of another response"
-                assert len(known.token_ids) < len(expected), "resumed from a complete response"
-                output = Output(list(known.token_ids), list(known.log_probs), list(known.versions))
-                self.resumed_tokens += len(known.token_ids)
+                assert partial.token_ids == expected[: len(partial.token_ids)], (
+                    "resumed from tokens of another response"
+                )
+                assert len(partial.token_ids) < len(expected), "resumed from a complete response"
+                output = Output(list(partial.token_ids), list(partial.log_probs), list(partial.versions))
+                self.resumed_tokens += len(partial.token_ids)
                 self.requests.append(request.id.partition("#")[0])
                 sequence = self._running[request.id] = _Sequence(request, Future(), output)
                 futures.append(sequence.future)

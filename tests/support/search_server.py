@@ -1,4 +1,4 @@
-"""A retriever in its own process, started as a user starts it, and a small corpus."""
+"""A retriever in its own process, started by its command line, and a small corpus."""
 
 from __future__ import annotations
 

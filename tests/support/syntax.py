@@ -11,7 +11,7 @@ from pathlib import Path
 @functools.cache
 def parsed(path: Path) -> ast.Module:
     """The syntax tree of a file."""
-    gc.disable()  # the new nodes would start collections over every module that other tests imported
+    gc.disable()  # the new nodes would trigger collections over all modules that other tests imported
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
     finally:

@@ -51,8 +51,8 @@ def generate_by_requests(rollout: NativeRollout, weights: dict[str, torch.Tensor
     if isinstance(rollout._loop, FollowerEngine):
         results = None
     else:
-        sent = requests_of(prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
-        host.submit_requests("agents", sent)
+        requests = requests_of(prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
+        host.submit_requests("agents", requests)
     rollout.pause_generation("keep")
     rollout.wait_idle()
     dist.barrier()
@@ -60,10 +60,10 @@ def generate_by_requests(rollout: NativeRollout, weights: dict[str, torch.Tensor
     rollout.resume_generation()
     if not isinstance(rollout._loop, FollowerEngine):
         answers: dict[str, list[int]] = {}
-        while len(answers) < len(sent):
+        while len(answers) < len(requests):
             collected = host.collect_outputs("agents", timeout=60).outputs
             answers |= {item.id: item.output.token_ids for item in collected if item.output is not None}
-        results = [answers[request.id] for request in sent]
+        results = [answers[request.id] for request in requests]
     host.close()
     rollout.wait_idle()
     return results
@@ -96,7 +96,7 @@ def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes:
         rollout.finish_update(fingerprints(new, torch.float32))
     except Exception as error:
         results["refused"] = f"{type(error).__name__}: {error}"
-    torch.save(results, Path(folder) / f"found-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{rank}.pt")
     rollout.close()
     dist.barrier()
     dist.destroy_process_group()

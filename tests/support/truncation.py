@@ -15,9 +15,9 @@ def drawn_probs(scores: Sequence[float], top_k: int = -1, top_p: float = 1.0, mi
     order = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
     order = order[:top_k] if top_k > 0 else order
     weights = {token: math.exp(scores[token] - scores[order[0]]) for token in order}
-    total, before, kept = sum(weights.values()), 0.0, {}
+    total, before, kept_weights = sum(weights.values()), 0.0, {}
     for token, weight in weights.items():
-        if not kept or ((top_p >= 1 or before < top_p * total) and weight >= min_p):
-            kept[token] = weight
+        if not kept_weights or ((top_p >= 1 or before < top_p * total) and weight >= min_p):
+            kept_weights[token] = weight
         before += weight
-    return {token: weight / sum(kept.values()) for token, weight in kept.items()}
+    return {token: weight / sum(kept_weights.values()) for token, weight in kept_weights.items()}

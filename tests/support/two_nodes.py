@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# Not passed on from the environment of the tests.
+# Removed from the environment of the tests.
 _RAY_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 # Ray stores the address of its node in its folder, so each machine needs its own.
@@ -56,8 +56,8 @@ class TwoNodes:
 
     def processes(self, node: int, name: str | None = None) -> list[int]:
         """Processes of a node; only those with this command name, if given."""
-        listed = subprocess.run(["ip", "netns", "pids", self._names[node]], capture_output=True, text=True, check=True)
-        pids = [int(pid) for pid in listed.stdout.split()]
+        process = subprocess.run(["ip", "netns", "pids", self._names[node]], capture_output=True, text=True, check=True)
+        pids = [int(pid) for pid in process.stdout.split()]
         return pids if name is None else [pid for pid in pids if _name(pid) == name]
 
     def kill(self, node: int, name: str | None = None) -> None:

@@ -41,7 +41,7 @@ HEADS = [(4, 1, 8), (4, 2, 8), (4, 4, 8), (8, 2, 8), (12, 3, 6)]
 
 
 def run_cases(rank, ranks, folder, names_by_size):
-    """All results that the tests check, computed in one process start; rank r writes `found-<ranks>-r.pt`."""
+    """All results that the tests check, computed in one process start; rank r writes `results-<ranks>-r.pt`."""
     results = {"public helpers": public_helpers(rank, ranks)}
     for size, names in names_by_size.items():
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
@@ -54,7 +54,7 @@ def run_cases(rank, ranks, folder, names_by_size):
         for name in names:
             data = rows()[rows_of_group(rank, ranks, size)]
             results[size][name] = train_case(name, data, sequence_parallel_size=size)
-    torch.save(results, Path(folder) / f"found-{ranks}-{rank}.pt")
+    torch.save(results, Path(folder) / f"results-{ranks}-{rank}.pt")
 
 
 def rows():
@@ -103,22 +103,22 @@ def rejection(size, heads=4, **changes):
 
 def attention_gaps(group, heads, key_heads, value_dim, tokens=10):
     """Largest difference of attention and its gradients from those on one rank."""
-    draw = torch.Generator().manual_seed(heads + key_heads)
+    generator = torch.Generator().manual_seed(heads + key_heads)
     total = group.padded(tokens)
     shapes = [(total, heads, 8), (total, key_heads, 8), (total, key_heads, value_dim)]
-    whole = [torch.randn(shape, generator=draw, requires_grad=True) for shape in shapes]
-    weight = torch.randn((total, heads, value_dim), generator=draw)
-    expected = attend(*whole)
+    full = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+    weight = torch.randn((total, heads, value_dim), generator=generator)
+    expected = attend(*full)
     (expected * weight).sum().backward()
     part = group.part(total)
-    local = [tensor.detach()[part].clone().requires_grad_() for tensor in whole]
+    local = [tensor.detach()[part].clone().requires_grad_() for tensor in full]
     exchanged = group.exchange(*local)
     assert exchanged[0].shape == (total, heads // group.size, 8)
     assert exchanged[1].shape == (total, math.lcm(key_heads, group.size) // group.size, 8)
     output = group.restore(attend(*exchanged))
     counts = [total // group.size] * group.size
     (group.gather(output, counts) * weight).sum().backward()
-    gaps = [output - expected[part], *(a.grad - b.grad[part] for a, b in zip(local, whole, strict=True))]
+    gaps = [output - expected[part], *(a.grad - b.grad[part] for a, b in zip(local, full, strict=True))]
     return max(float(gap.detach().abs().max()) for gap in gaps)
 
 
@@ -131,16 +131,22 @@ def gather_uneven(group):
     """Gather different numbers of rows, none from the first rank; each rank receives the gradient of its own rows."""
     counts = [2 * rank for rank in range(group.size)]
     local = torch.full((max(1, counts[group.rank]), 3), float(group.rank), requires_grad=True)
-    whole = group.gather(local, counts)
-    (whole * torch.arange(1.0, sum(counts) + 1)[:, None]).sum().backward()
-    return whole.detach()[:, 0].tolist(), local.grad[:, 0].tolist()
+    full = group.gather(local, counts)
+    (full * torch.arange(1.0, sum(counts) + 1)[:, None]).sum().backward()
+    return full.detach()[:, 0].tolist(), local.grad[:, 0].tolist()
 
 
 def public_helpers(rank, ranks):
     """The public functions of verl.utils.ulysses over all ranks."""
     ids, positions = torch.arange(1, 8)[None], torch.arange(7)[None]
-    part, places, added = ulysses_pad_and_slice_inputs(ids, positions, sp_size=ranks)
+    part, sliced_positions, padding = ulysses_pad_and_slice_inputs(ids, positions, sp_size=ranks)
     values = part.float().requires_grad_()
-    whole = gather_outputs_and_unpad(values, gather_dim=1, padding_size=added)
-    (whole * ids).sum().backward()
-    return {"part": part, "places": places, "added": added, "whole": whole.detach(), "gradient": values.grad}
+    full = gather_outputs_and_unpad(values, gather_dim=1, padding_size=padding)
+    (full * ids).sum().backward()
+    return {
+        "part": part,
+        "positions": sliced_positions,
+        "padding": padding,
+        "gathered": full.detach(),
+        "gradient": values.grad,
+    }

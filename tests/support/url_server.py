@@ -114,15 +114,15 @@ class URLServer:
         await send({"type": "http.response.body", "body": json.dumps(reply).encode()})
 
     def _reply(self, path: str, query: dict[str, list[str]], body: Any) -> Any:
-        plain = {
+        replies = {
             "/version": {"version": "0.0"},
             "/health": {},
             "/v1/models": {"data": [{"id": "tiny", "max_model_len": self.length}]},
             "/weight_info": {"weight_version": self.weights},
             "/server_info": {"vllm_config": self.info} if self.development else None,
         }
-        if path in plain:
-            return plain[path]
+        if path in replies:
+            return replies[path]
         if path == "/pause":
             assert query["mode"] == ["abort"]
             self.paused = True

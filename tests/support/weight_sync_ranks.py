@@ -65,19 +65,19 @@ def run_rank(rank: int, ranks: int, folder: str, kind: str) -> None:
 def check_rows(weights: dict[str, torch.Tensor], buckets: list[Any], wanted: dict[str, range]) -> dict[str, Any]:
     """Whether exactly the requested rows arrived, and their sizes."""
     received: dict[str, list[int]] = {}
-    right, largest = True, 0
+    is_equal, largest = True, 0
     for bucket in buckets:
         largest = max(largest, sum(tensor.nbytes for tensor in bucket.values()))
         for key, tensor in bucket.items():
             name = key if isinstance(key, str) else key.name
             rows = slice(0, None) if isinstance(key, str) else slice(key.start, key.stop)
-            right &= torch.equal(tensor.cpu(), weights[name][rows].to(torch.bfloat16))
+            is_equal &= torch.equal(tensor.cpu(), weights[name][rows].to(torch.bfloat16))
             received.setdefault(name, []).extend(range(len(weights[name]))[rows])
     complete = {name: sorted(rows) for name, rows in received.items()} == {
         n: list(rows) for n, rows in wanted.items() if rows
     }
     slices = sum(isinstance(key, TensorSlice) for bucket in buckets for key in bucket)
-    return {"right": right, "complete": complete, "largest": largest, "slices": slices}
+    return {"equal": is_equal, "complete": complete, "largest": largest, "slices": slices}
 
 
 def mismatch_error(rollout: Any, weights: dict[str, torch.Tensor], name: str, rank: int) -> str:
@@ -98,10 +98,10 @@ def sync_to_tensor_parallel(
     """Sync to a tensor-parallel engine of all ranks; weights are checked by fingerprints, and some directly."""
     rollout = make_rollout(path, tensor_model_parallel_size=ranks)
     stats = InProcessTransfer(engine, rollout, bucket_bytes=LIMIT).sync(3)
-    own = {name: weights[name][rows.start : rows.stop] for name, rows in rollout.requested_rows().items()}
+    requested = {name: weights[name][rows.start : rows.stop] for name, rows in rollout.requested_rows().items()}
     same = [
         torch.equal(rollout.weights[name], rows)
-        for name, rows in own.items()
+        for name, rows in requested.items()
         if rollout.weights[name].shape == rows.shape
     ]
     results = {"version": rollout.version, "same": all(same), "compared": len(same), "bytes": stats.bytes}

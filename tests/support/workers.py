@@ -50,7 +50,7 @@ class Counter(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def square(self, data: DataProto, power: int = 2) -> DataProto:
-        data.batch["x"].pow_(power)  # in place: the batch received is ours to write
+        data.batch["x"].pow_(power)  # in place: a worker may write to the batch that it received
         data.batch["rank"] = torch.full((len(data),), self.rank)
         return data
 
@@ -96,7 +96,7 @@ class Counter(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fail(self, only_rank: int | None = None) -> None:
         if only_rank is None or only_rank == self.rank:
-            raise KeyError(f"no such thing on rank {self.rank}")
+            raise KeyError(f"no such key on rank {self.rank}")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def long_compute(self, seconds: float) -> str:

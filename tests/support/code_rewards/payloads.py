@@ -1,4 +1,4 @@
-"""Bodies of `attack()`: each returns an answer, or None after it has forged a verdict or discovered a value."""
+"""Bodies of `attack()`: each returns an answer, or None after it has forged a verdict or read an expected value."""
 # ruff: noqa: E501 - programs are kept as they are
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ PAYLOADS: dict[str, str] = {
                 try: resource.prlimit(pid, which, (0, 0))
                 except (OSError, ValueError): pass
     """,
-    # -- ends
+    # -- exits
     "os-exit": "forge(); os._exit(0)",
     "sys-exit": "sys.exit(0)",
     "exit-in-thread": "threading.Thread(target=lambda: (time.sleep(0.05), os._exit(0))).start()",
@@ -159,7 +159,7 @@ PAYLOADS: dict[str, str] = {
         sys.exitfunc = forge
         raise ValueError
     """,
-    # -- processes and threads that stay
+    # -- processes and threads that keep running
     "survivor": """
         if os.fork() == 0:
             os.setsid()

@@ -165,7 +165,7 @@ CASES = [
     Case("large-string", "def f(x):\n    return len(x)", _mbpp("assert f('a' * 20000000) == 20000000")),
     Case("long-generator", "def f(n):\n    for i in range(n):\n        yield i", _mbpp("assert sum(f(100000)) == 4999950000")),
     Case("generator-error", "def f(n):\n    yield from range(n)\n    raise ValueError('end')", _mbpp("got = []\ntry:\n    for x in f(40):\n        got.append(x)\nexcept ValueError:\n    got.append('end')\nassert got == [*range(40), 'end']")),
-    # -- arguments that only the test's own interpreter has, the first call decides; many calls
+    # -- arguments that exist only in the interpreter of the test, detected at the first call; many calls
     Case("string-io", "def f(s):\n    return [int(l) for l in s]", _mbpp("import io\nassert f(io.StringIO('1\\n2\\n')) == [1, 2]"), forgeable=1),
     Case("namespace", "def f(o):\n    return o.a + o.b", _mbpp("import types\nassert f(types.SimpleNamespace(a=1, b=2)) == 3"), forgeable=1),
     Case("array-argument", "def f(o):\n    return sum(o)", _mbpp("import array\nassert f(array.array('i', [1, 2])) == 3"), forgeable=1),
@@ -176,7 +176,7 @@ CASES = [
          _mbpp("assert make(1) == make(1)", "a = make(1); b = make(1)\nassert a == b", "assert (make(1) + make(2)).a == 3", "assert len({make(1), make(1)}) == 1", "assert sorted([make(2), make(1)])[0].a == 1"), forgeable=1),
     Case("suppress", "from contextlib import contextmanager\n@contextmanager\ndef ign(e):\n    try: yield\n    except e: pass", _mbpp("with ign(ValueError):\n    raise ValueError()"), forgeable=1),
     Case("system-exit", "import sys\ndef f():\n    sys.exit(3)", _mbpp("try:\n    f()\n    assert False\nexcept SystemExit as e:\n    assert e.code == 3"), forgeable=1),
-    # -- comparisons that belong to the solution: scored as before, and labelled
+    # -- comparisons that the solution implements: scored, and labelled as forgeable
     Case("equality", "class V:\n    def __init__(self, x):\n        self.x = x\n    def __eq__(self, o):\n        return self.x == o.x\n    def __add__(self, o):\n        return V(self.x + o.x)",
          _mbpp("assert V(1) == V(1)", "assert V(1) + V(2) == V(3)", "v = V(1)\nassert (v + V(1)).x == 2"), forgeable=1),
     Case("enum", "import enum\nclass Color(enum.Enum):\n    RED = 1\ndef f():\n    return Color.RED", _mbpp("assert f() == Color.RED"), forgeable=1),

@@ -1,4 +1,4 @@
-"""Attacks on the protocol between candidate and judge: malformed, early, repeated and forged messages."""
+"""Attacks on the protocol between solution and test process: malformed, early, repeated and forged messages."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VALUES = (
 
 
 def wire_payload(seed: int) -> str:
-    """A body of `attack()` that sends some messages, chosen by `seed`, where the judge expects a reply."""
+    """A body of `attack()` that sends messages, chosen by `seed`, when the test process expects a reply."""
     choose = random.Random(seed)
     messages: list[str] = []
     for _ in range(choose.randint(1, 6)):

@@ -1,4 +1,4 @@
-"""Hosts with less isolation: the kernel features that attacks are run without, by column of the tables."""
+"""Hosts with less isolation: the kernel features that are disabled for the attacks, by column of the tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESOURCE_LEVELS = {
 
 
 def restrict(without: str, user: int | None) -> None:
-    """Change this process for good: run as `user`, on a host without some of namespaces, landlock and seccomp."""
+    """Irreversibly restrict this process: run as `user`, and disable some of namespaces, landlock and seccomp."""
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -43,7 +43,7 @@ def restrict(without: str, user: int | None) -> None:
 
 
 def python_for(user: int | None) -> str | None:
-    """This interpreter, or the system's if `user` cannot read this one; None if it can read neither."""
+    """This interpreter, or that of the system if `user` cannot read this one; None if `user` can read neither."""
     if user is None:
         return sys.executable
     probe = "import os, sys; os.setuid(int(sys.argv[1])); os.listdir(os.path.dirname(os.__file__))"

@@ -32,14 +32,14 @@ _VICTIM = (
 
 
 class Targets:
-    """What attacks try to read, change or leave behind, and how to see whether they did."""
+    """The targets that attacks try to read or change, and detection of the damage and of leftover objects."""
 
     def __init__(self) -> None:
         self.mark = "mark" + secrets.token_hex(8)
         self.folder = tempfile.mkdtemp(prefix="verl-targets-")
         self._secret = Path(self.folder, "secret")
         self._place_secret()
-        # In every environment but those of the sandbox's programs.
+        # Set in every environment except those of the sandbox's programs.
         os.environ["TARGET_SECRET"] = self.mark
         self._start_victim()
         self._listener = socket.create_server(("0.0.0.0", 0))
@@ -147,7 +147,7 @@ def _own_address() -> str:
 
 
 def run_attacks(require: str = "none", names: tuple[str, ...] = ()) -> list[dict[str, str]]:
-    """Run all attacks, or those with these names; a row each, with the damage in words ("" for none)."""
+    """Run all attacks, or those with these names; return a row per attack with its damage as text ("" for none)."""
     rows = []
     targets = Targets()
     try:

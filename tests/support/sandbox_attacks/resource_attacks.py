@@ -31,7 +31,7 @@ class ResourceAttack:
     charged: bool = True
 
 
-# Python programs begin with this. Each aims at TARGET bytes and holds them for a moment.
+# Prelude of the Python programs. Each allocates up to TARGET bytes and holds them for half a second.
 PRELUDE = """
 import ctypes, mmap, os, socket, struct, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)

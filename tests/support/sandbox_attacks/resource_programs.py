@@ -51,7 +51,7 @@ SLOW_LOOK = r"""
 #include <string.h>
 #include <unistd.h>
 int main() {
-    // Most processes have as many mappings as the kernel allows; the others allocate meanwhile.
+    // The first processes have as many mappings as the kernel allows; the others then allocate memory.
     for (int child = 0; child < 12; child++) if (fork() == 0) {
         char* memory = (char*)mmap(0, 65000 * 4096UL, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         for (long page = 0; page < 65000; page += 2) mprotect(memory + page * 4096, 4096, PROT_NONE);
@@ -80,7 +80,7 @@ int main() {
 }
 """
 
-# /proc shows neither memory nor descriptors of a process in the folder of a first thread that has ended.
+# After the first thread has ended, its folder in /proc shows neither memory nor descriptors of the process.
 FIRST_THREAD_ENDED = r"""
 #include <pthread.h>
 #include <string.h>
@@ -101,7 +101,7 @@ int main() {
     pthread_exit(0);
 }
 """
-# Threads with their own table of descriptors, which no folder of their process shows.
+# Threads with a separate descriptor table, which the folders of their process in /proc do not show.
 OWN_DESCRIPTORS = r"""
 #include <fcntl.h>
 #include <sched.h>

@@ -19,7 +19,7 @@ LIMITS = Limits(wall_s=6.0, memory_mb=256, file_mb=64, processes=64, output_byte
 _SAMPLE_SECONDS = 0.002
 _IDLE_SECONDS = 0.3
 _TEMPORARY_MB = 8192
-_OWN_CGROUP = "/sys/fs/cgroup/memory/verl-measure-"  # v1; elsewhere, figures are the machine's
+_OWN_CGROUP = "/sys/fs/cgroup/memory/verl-measure-"  # v1; otherwise the figures are those of the machine
 
 
 class Peak:
@@ -54,7 +54,7 @@ class Peak:
 def isolate_measurement() -> None:
     """As root: give this process a memory cgroup and a file system for temporary files, for figures without noise."""
     for old in glob.glob(_OWN_CGROUP + "*"):
-        with contextlib.suppress(OSError):  # of a process that still runs
+        with contextlib.suppress(OSError):  # the cgroup of a process that still runs
             os.rmdir(old)
     with contextlib.suppress(OSError):
         os.mkdir(f"{_OWN_CGROUP}{os.getpid()}")
@@ -68,14 +68,14 @@ def isolate_measurement() -> None:
 
 
 def measure_attacks(cgroup: bool, attacks: Sequence[ResourceAttack] = RESOURCE_ATTACKS) -> list[dict[str, Any]]:
-    """Run the attacks; a row each with its limit and the peak, both in MB. `cgroup`: the option of `Sandbox`."""
+    """Run the attacks; return a row per attack with limit and peak in MB. `cgroup`: the option of `Sandbox`."""
     with Sandbox(require="none", limits=LIMITS, warm=1, cgroup=cgroup) as sandbox:
         sandbox.run("")
         return [_measure(sandbox, attack) for attack in attacks]
 
 
 def memory_figure(cgroup: str | None) -> Callable[[], int]:
-    """Bytes in use, less what the kernel can drop at once: page cache and reclaimable slabs."""
+    """Bytes in use without memory that the kernel can reclaim immediately (page cache and reclaimable slabs)."""
 
     def of_machine() -> int:
         info = _table("/proc/meminfo", 1024)

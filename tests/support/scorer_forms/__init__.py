@@ -1,15 +1,15 @@
 """Labelled responses for measuring the error rates of the scorers, generated from templates ("forms").
 
-`<scorer>.txt` contains rows of values and, below `[right …]` or `[wrong …]` with the name of the rows, one form per
-line. A right form states only the ground truth, in some notation; a wrong form states something else, or the ground
+`<scorer>.txt` contains rows of values and, below `[correct …]` or `[wrong …]` with the name of the rows, one form per
+line. A correct form states only the ground truth, in some notation; a wrong form states something else, or the ground
 truth among other values. `<t>` is replaced by the ground truth, other names by other values or spellings; every row
 and form yield one case.
 
 The forms of each label are divided in two halves independently of the scorers: forms from bug reports first, then the
-others by the SHA-256 of their template. The first half may be inspected while a scorer is changed (`looked-at`), the
-second is held out. Forms marked `later` are a third part, written to attack the finished scorers.
+others by the SHA-256 of their template. The first half may be inspected while a scorer is changed (`inspected`), the
+second is held out. Forms marked `later` are a third part, written against the finished scorers.
 
-    python -m tests.support.scorer_forms [--part looked-at] [--show] [gsm8k math …]
+    python -m tests.support.scorer_forms [--part inspected] [--show] [gsm8k math …]
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ SOURCES = {
     "countdown": "countdown",
     "multiple_choice": "mmlu",
 }
-LOOKED_AT, HELD_OUT, LATER = PARTS = ("looked-at", "held-out", "later")
+INSPECTED, HELD_OUT, LATER = PARTS = ("inspected", "held-out", "later")
 _ESCAPED = re.compile(r"\\u([0-9a-f]{4})|\\n(?![a-z])")
 _PLACEHOLDER = re.compile(r"<([a-z_]+)>")
 
 
 @dataclass(frozen=True)
 class Form:
-    """A template, the values to fill it with, and whether the resulting responses are right."""
+    """A template, the values to fill it with, and whether the resulting responses are correct."""
 
     template: str
     rows: list[dict[str, Any]]
-    right: bool
-    named: bool = False  # an example from a bug report
+    is_correct: bool
+    reported: bool = False  # an example from a bug report
     later: bool = False  # written after the scorer was finished
     limit: bool = False  # known to be scored wrongly; documented in docs/guides/rewards.md
 
     def sort_key(self) -> tuple[bool, str]:
-        return not self.named, hashlib.sha256(self.template.encode()).hexdigest()
+        return not self.reported, hashlib.sha256(self.template.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Case:
 
     scorer: str
     part: str
-    right: bool
+    is_correct: bool
     text: str
     truth: Any
     extra_info: Any
@@ -69,22 +69,24 @@ class Case:
         return float(result["score"] if isinstance(result, dict) else result)
 
     def is_scored_correctly(self) -> bool:
-        return (self.score() == 1.0) == self.right
+        return (self.score() == 1.0) == self.is_correct
 
 
 def cases(scorer: str) -> list[Case]:
     """All cases of a scorer, the inspected half first."""
     all_forms = forms(scorer)
     result = []
-    for right in (True, False):
-        first = sorted((form for form in all_forms if form.right is right and not form.later), key=Form.sort_key)
-        parts = [(LOOKED_AT if 2 * index < len(first) else HELD_OUT, form) for index, form in enumerate(first)]
-        parts += [(LATER, form) for form in all_forms if form.right is right and form.later]
+    for is_correct in (True, False):
+        first = sorted(
+            (form for form in all_forms if form.is_correct is is_correct and not form.later), key=Form.sort_key
+        )
+        parts = [(INSPECTED if 2 * index < len(first) else HELD_OUT, form) for index, form in enumerate(first)]
+        parts += [(LATER, form) for form in all_forms if form.is_correct is is_correct and form.later]
         for part, form in parts:
             for row in form.rows:
                 text = _PLACEHOLDER.sub(lambda match, row=row: row.get(match.group(1), match.group()), form.template)
                 truth = row.get("truth", row.get("t"))
-                result.append(Case(scorer, part, right, text, truth, row.get("extra"), form))
+                result.append(Case(scorer, part, is_correct, text, truth, row.get("extra"), form))
     return result
 
 
@@ -96,11 +98,11 @@ def forms(scorer: str) -> list[Form]:
         if line.startswith("rows "):
             _, name, row = line.split(" ", 2)
             rows[name].append(json.loads(row))
-        elif header := re.fullmatch(r"\[(right|wrong) (\w+)((?: named| later| limit)*)\]", line):
+        elif header := re.fullmatch(r"\[(correct|wrong) (\w+)((?: reported| later| limit)*)\]", line):
             label, name, marks = header.groups()
         elif line and not line.startswith("# "):
             template = _ESCAPED.sub(_character, line)
-            result.append(Form(template, rows[name], label == "right", **dict.fromkeys(marks.split(), True)))
+            result.append(Form(template, rows[name], label == "correct", **dict.fromkeys(marks.split(), True)))
     return result
 
 

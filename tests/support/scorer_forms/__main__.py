@@ -18,11 +18,11 @@ for scorer in args.scorers:
     all_cases = cases(scorer)
     write(f"{scorer}: {len(all_cases)} cases of {len({case.form.template for case in all_cases})} forms\n")
     for part in PARTS if args.part is None else [args.part]:
-        for right in (False, True):
-            selected = [case for case in all_cases if case.part == part and case.right is right]
+        for is_correct in (False, True):
+            selected = [case for case in all_cases if case.part == part and case.is_correct is is_correct]
             errors = [case for case in selected if not case.is_scored_correctly()]
             percent = 100 * len(errors) / len(selected)
-            kind = "wrong" if right else "right"
-            write(f"  {part:10} false {kind} {len(errors):4} of {len(selected):4} ({percent:.1f} %)\n")
+            scored_as = "wrong" if is_correct else "correct"
+            write(f"  {part:10} false {scored_as} {len(errors):4} of {len(selected):4} ({percent:.1f} %)\n")
             for case in errors if args.show else []:
                 write(f"      {case.text!r} for {case.truth!r}\n")

@@ -282,7 +282,7 @@ def test_a_failing_agent_costs_its_own_trajectory(two: AgentSetup, task: dict[st
         if reply.headers is not None:
             errors = [one.extra["agent_metrics"]["error"] for one in trajectories_of(reply, rows)]
             statuses |= dict(zip(reply.headers.names, zip(reply.headers.statuses, errors, strict=True), strict=True))
-    failed = ("failed", "LookupError: the tool is gone")
+    failed = ("failed", "LookupError: the tool is unavailable")
     assert statuses == {
         "p0/0": ("finished", None),
         "p0/1": failed,

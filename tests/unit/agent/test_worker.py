@@ -113,7 +113,7 @@ def test_a_reward_model_is_given_the_messages_of_each_rows_own_context(two: Agen
 def test_a_loop_that_raises_costs_its_own_trajectory(two: AgentSetup, task: dict[str, str]):
     answers = two.generate(prompts_of(task, 2, f"{HERE}.FailingLoop"))
     assert [each["status"] for each in metrics(answers)] == ["finished", "failed"] * 2
-    assert metrics(answers)[1]["error"] == "LookupError: the tool is gone"
+    assert metrics(answers)[1]["error"] == "LookupError: the tool is unavailable"
     assert not answers.batch["response_mask"][1::2].any()
     assert answers.batch["response_mask"][::2].any(-1).all()
 

@@ -125,7 +125,7 @@ def test_what_is_wrong_with_a_command_is_noticed(tmp_path):
         "make train ALGOR=grpo": "no ALGOR",
         "pip install -e .[vlm]": "no extra vlm",
         "verl plan actor_rollout_ref.modle.path=Qwen/Qwen2.5-7B": "modle",
-        "frobnicate --now": "no way to check",
+        "frobnicate --now": "no check for",
     }
     for line, why in wrong.items():
         (words,) = words_of(line)

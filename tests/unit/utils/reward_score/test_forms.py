@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.scorer_forms import HELD_OUT, LOOKED_AT, SOURCES, cases, forms
+from tests.support.scorer_forms import HELD_OUT, INSPECTED, SOURCES, cases, forms
 
 
 @pytest.mark.parametrize("scorer", SOURCES)
@@ -20,8 +20,8 @@ def test_every_case_is_judged_as_it_was_made(scorer):
 @pytest.mark.parametrize("scorer", SOURCES)
 def test_there_are_enough_cases_of_each_kind_in_each_half(scorer):
     made = cases(scorer)
-    for part in (LOOKED_AT, HELD_OUT):
-        for right in (True, False):
-            assert sum(case.part == part and case.right is right for case in made) >= 80
+    for part in (INSPECTED, HELD_OUT):
+        for is_correct in (True, False):
+            assert sum(case.part == part and case.is_correct is is_correct for case in made) >= 80
     assert len(made) >= 300
     assert not any("<t>" in case.text for case in made)
