@@ -32,12 +32,12 @@ class Order:
     def conversation(self, rng: random.Random) -> list[dict[str, str]]:
         """A demonstration for the warm start."""
         messages = [{"role": "user", "content": self.question}]
-        knows = self.stated
+        number_known = self.stated
         if rng.random() < ASKS[self.stated]:
             messages.append({"role": "assistant", "content": QUESTION})
             messages.append({"role": "user", "content": reply(self.answer, self.stated)})
-            knows = rng.random() < USES_REPLY
-        answer = self.answer if knows else str(rng.randint(1, LARGEST))
+            number_known = rng.random() < USES_REPLY
+        answer = self.answer if number_known else str(rng.randint(1, LARGEST))
         return [*messages, {"role": "assistant", "content": f"#### {answer}"}]
 
     def extra_info(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Order:
 
 def make(rng: random.Random) -> Order:
     """`Ana has 17 cups . Ana wants some pens .`"""
-    name, (owned, wanted), stated = rng.choice(NAMES), rng.sample(THINGS, 2), rng.random() < STATED
+    name, (owned, ordered), stated = rng.choice(NAMES), rng.sample(THINGS, 2), rng.random() < STATED
     have, number = rng.randint(1, LARGEST), str(rng.randint(1, LARGEST))
-    question = f"{name} has {have} {owned} . {name} wants {number if stated else 'some'} {wanted} ."
+    question = f"{name} has {have} {owned} . {name} wants {number if stated else 'some'} {ordered} ."
     return Order(question, number, stated)

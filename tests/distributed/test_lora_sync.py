@@ -39,4 +39,4 @@ def test_two_ranks_generate_with_adapters_as_one(tmp_path, family, changes, para
             assert torch.equal(results["generated"]["responses"], expected["responses"])
             differences = results["generated"]["rollout_log_probs"] - expected["rollout_log_probs"]
             assert differences.abs().max() < 1e-4
-    assert "lora_" in found[1]["refused"]
+    assert "lora_" in found[1]["rejected"]

@@ -67,8 +67,8 @@ def test_several_ranks_answer_as_one(tmp_path, family, changes, ranks, world):
             torch.testing.assert_close(
                 found[rank][name]["rollout_log_probs"], columns["rollout_log_probs"], atol=1e-5, rtol=0
             )
-        assert found[rank]["refused"].startswith("WeightMismatchError")
-        assert "k_proj" in found[rank]["refused"]
+        assert found[rank]["rejected"].startswith("WeightMismatchError")
+        assert "k_proj" in found[rank]["rejected"]
     assert not torch.equal(expected["first"]["responses"], expected["updated 1"]["responses"])
 
 

@@ -133,7 +133,7 @@ def test_the_token_budgets_of_ranks_that_share_add_up(found, alone):
 @pytest.mark.parametrize(("ranks", "size"), LAYOUTS)
 def test_a_model_whose_tokens_or_heads_cannot_be_shared_is_refused_on_every_rank(found, ranks, size):
     for rank in found(ranks, size):
-        heads, padded = rank["refused"]
+        heads, padded = rank["rejected"]
         assert heads.startswith(f"ulysses_sequence_parallel_size: {size} does not divide the model's 9 attention heads")
         assert "runs with padding" in padded
 

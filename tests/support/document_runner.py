@@ -84,9 +84,9 @@ class PageRun:
             check=False,
         )
         if process.returncode != 0:
-            return f"{block.place}: exit code {process.returncode}\n{process.stdout[-4000:]}"
+            return f"{block.location}: exit code {process.returncode}\n{process.stdout[-4000:]}"
         if block.output is not None and not matches(block.output, process.stdout):
-            return f"{block.place}: expected output\n{block.output}\nbut the output was\n{process.stdout[-4000:]}"
+            return f"{block.location}: expected output\n{block.output}\nbut the output was\n{process.stdout[-4000:]}"
         return None
 
     def _create_tiny(self) -> None:

@@ -55,7 +55,7 @@ class Block:
     output: str | None = None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.document}:{self.line}"
 
     @property
@@ -140,7 +140,7 @@ def report() -> str:
     lines = [f"{len(blocks)} code blocks"]
     lines += [f"  {modes[mode]:4} {mode}" for mode in (EXECUTED, SLOW, COMPOSED, NOT_EXECUTED)]
     lines.append(f"  {sum(block.output is not None for block in blocks):4} outputs compared")
-    lines += [f"  {block.mode}: {block.place}: {block.reason}" for block in blocks if _is_exception(block)]
+    lines += [f"  {block.mode}: {block.location}: {block.reason}" for block in blocks if _is_exception(block)]
     return "\n".join(lines)
 
 

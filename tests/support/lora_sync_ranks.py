@@ -41,6 +41,6 @@ def run_rank(rank: int, ranks: int, folder: str, parallel: int) -> None:
     try:
         transfer.sync(3)
     except WeightMismatchError as error:
-        results["refused"] = str(error)
+        results["rejected"] = str(error)
     torch.save(results, Path(folder) / f"results-{rank}-{parallel}.pt")
     rollout.close()

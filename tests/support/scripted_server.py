@@ -26,7 +26,7 @@ class ScriptedServer:
         self.weights = 0
         self.reported = 0
         self.hold_at = math.inf
-        self.refuses = ""
+        self.start_error = ""
         self.script: list[TokenChunk] = []
         self._on_chunks, self._stride = on_chunks, stride
         self._running: dict[str, tuple[KV, int]] = {}
@@ -41,8 +41,8 @@ class ScriptedServer:
         return set(self._running)
 
     def start(self, sequences: Iterable[Sequence]) -> None:
-        if self.refuses:
-            raise ConnectionError(self.refuses)
+        if self.start_error:
+            raise ConnectionError(self.start_error)
         with self._changed:
             for sequence in sequences:
                 assert sequence.request.id not in self._running

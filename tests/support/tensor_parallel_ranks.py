@@ -95,7 +95,7 @@ def run_rank(rank: int, world: int, port: int, ranks: int, family: str, changes:
         rollout.load_bucket(new | {name: new[name].roll(len(new[name]) // 2, 0)})
         rollout.finish_update(fingerprints(new, torch.float32))
     except Exception as error:
-        results["refused"] = f"{type(error).__name__}: {error}"
+        results["rejected"] = f"{type(error).__name__}: {error}"
     torch.save(results, Path(folder) / f"results-{rank}.pt")
     rollout.close()
     dist.barrier()

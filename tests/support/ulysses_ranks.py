@@ -48,7 +48,7 @@ def run_cases(rank, ranks, folder, names_by_size):
         group = SequenceParallel(groups[rank // size], size, rank % size)
         results[size] = {"attention": [attention_gaps(group, *heads) for heads in HEADS]}
         results[size]["gathered"] = gather_uneven(group)
-        results[size]["refused"] = [
+        results[size]["rejected"] = [
             rejection(size, **changes) for changes in ({"heads": 9}, {"use_remove_padding": False})
         ]
         for name in names:

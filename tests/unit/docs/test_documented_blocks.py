@@ -68,18 +68,18 @@ def run_blocks(document, tmp_path, modes):
 
 def test_every_block_that_is_not_executed_states_a_reason(record_testsuite_property):
     blocks = all_blocks()
-    assert [block.place for block in blocks if block.mode in (COMPOSED, NOT_EXECUTED) and not block.reason] == []
+    assert [block.location for block in blocks if block.mode in (COMPOSED, NOT_EXECUTED) and not block.reason] == []
     # Training commands are never left out: without a GPU their configuration is composed.
     training = re.compile(r"verl\.trainer\.main_|\bverl (train|sft|rm)\b")
     left_out = [block for block in blocks if block.mode == NOT_EXECUTED and is_site_page(block.document)]
-    assert [block.place for block in left_out if training.search(block.text)] == []
+    assert [block.location for block in left_out if training.search(block.text)] == []
     record_testsuite_property("documentation blocks", report())
 
 
 def test_every_expected_output_can_be_wrong():
     outputs = [block for block in all_blocks() if block.output is not None]
     assert len(outputs) > 30
-    assert [block.place for block in outputs if matches(block.output, "")] == []
+    assert [block.location for block in outputs if matches(block.output, "")] == []
 
 
 # ---------------------------------------------------------------- commands that are checked only
@@ -235,7 +235,7 @@ def test_python_in_a_document_parses_and_imports_names_that_exist(document):
         for node in ast.walk(ast.parse(block.text)) if block.language == "python" else ():
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "verl":
                 module = importlib.import_module(node.module)
-                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], block.place
+                assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == [], block.location
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

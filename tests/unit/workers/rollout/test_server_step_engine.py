@@ -167,13 +167,13 @@ def test_a_request_that_fails_fails_alone_and_may_be_asked_again_at_once(served,
 def test_a_server_that_cannot_be_reached_fails_everybody_and_the_next_start_is_a_new_chance(served):
     running = served.ask("a")
     wait_for(lambda: served.server.reported > 0)
-    served.server.refuses = "connection refused"
+    served.server.start_error = "connection refused"
     with pytest.raises(ConnectionError, match="connection refused"):
         served.ask("b").result()
     with pytest.raises(ConnectionError, match="connection refused"):
         running.result()
     assert not served.server.running
-    served.server.refuses = ""
+    served.server.start_error = ""
     assert right(served.ask("a", SHORT).result())
 
 
