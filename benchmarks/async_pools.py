@@ -57,7 +57,7 @@ class Work:
             low, high = (scale, high) if average < mean else (low, scale)
         cut = [max(1, min(round(share * scale), longest)) for share in shares]
         groups = [cut[start : start + n] for start in range(0, len(cut), n)]
-        return cls(prompts, groups, f"lognormal, cut at {longest / mean:.0f} x mean")
+        return cls(prompts, groups, f"lognormal, truncated at {longest / mean:.0f} x mean")
 
     @property
     def mean(self) -> float:
