@@ -18,7 +18,7 @@ from tests.support.scripted_hosts import ScriptedGroups, expected_tokens, prompt
 from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.single_controller.base.heartbeat import OpenCall, open_calls
-from verl.trainer.ppo import rollout_hosts, rollout_manager
+from verl.trainer.ppo import rollout_jobs, rollout_manager
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.types.request import Output
@@ -34,7 +34,7 @@ LIMIT = 12
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial outputs are reported with every reply."""
-    monkeypatch.setattr(rollout_hosts, "_COLLECT_S", 0.01)
+    monkeypatch.setattr(rollout_jobs, "_COLLECT_S", 0.01)
     monkeypatch.setattr(rollout_manager, "_POLL_S", 0.01)
     monkeypatch.setattr(loop_host, "_COALESCE_S", 0.001)
     monkeypatch.setattr(loop_host, "_PARTIALS_S", 0.0)

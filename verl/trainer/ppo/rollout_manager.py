@@ -27,11 +27,14 @@ from verl.protocol import DataProto
 from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.single_controller.base.heartbeat import OpenCall
 from verl.single_controller.ray.column_store import StoredRows
-from verl.trainer.ppo.rollout_hosts import HostKind, HostLoss, HostState, RolloutHosts
 from verl.trainer.ppo.rollout_jobs import (
     FinishedTrajectory,
+    HostKind,
+    HostLoss,
+    HostState,
     ManagedJob,
     OnFinished,
+    RolloutHosts,
     SubmittedRow,
     finished_trajectories,
     join_rows,

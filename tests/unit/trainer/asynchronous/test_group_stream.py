@@ -16,7 +16,7 @@ import torch
 from tests.support.scripted_hosts import ScriptedGroups, scripted_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.asynchronous.group_stream import GroupStream
-from verl.trainer.ppo import rollout_hosts
+from verl.trainer.ppo import rollout_jobs
 from verl.trainer.ppo.generator import rollout_rows
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.workers.rollout import loop_host
@@ -134,7 +134,7 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_hosts, "_COLLECT_S", 0.02)
+    monkeypatch.setattr(rollout_jobs, "_COLLECT_S", 0.02)
     monkeypatch.setattr(loop_host, "_COALESCE_S", 0.0)
 
 
