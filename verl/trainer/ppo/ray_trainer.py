@@ -27,6 +27,7 @@ from verl.trainer.common.mode_estimate import ModeSettings
 from verl.trainer.common.run_status import Phases, RunStatus, memory_gb
 from verl.trainer.common.training_health import UpdateCheck, WeightCheck, add_memory_advice, update_remedies
 from verl.trainer.ppo.advantage import (
+    RolloutMismatch,
     add_advantage_columns,
     apply_kl_penalty,
     check_bootstrap,
@@ -36,7 +37,6 @@ from verl.trainer.ppo.advantage import (
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, PromptSource
 from verl.trainer.ppo.generator import Generator
 from verl.trainer.ppo.metric_utils import phase_metrics, without_nan
-from verl.trainer.ppo.mismatch import RolloutMismatch
 from verl.trainer.ppo.prompts import create_dataloaders, schedule_steps
 from verl.trainer.ppo.reward import RewardModelServer
 from verl.trainer.ppo.rollout_manager import RolloutManager

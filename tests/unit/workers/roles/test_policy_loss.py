@@ -11,7 +11,7 @@ from verl.algos.registry import POLICY_LOSSES
 from verl.config import ActorConfig, RolloutCorrectionConfig, as_config
 from verl.config.ppo import DistillationLossConfig
 from verl.protocol import DataProto
-from verl.trainer.ppo.mismatch import RolloutMismatch
+from verl.trainer.ppo.advantage import RolloutMismatch
 from verl.workers.engine.base import Counts
 from verl.workers.roles.policy_loss import ROW, PolicyLoss
 
