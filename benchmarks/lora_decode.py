@@ -29,8 +29,7 @@ from verl.inference.sequence import NO_ADAPTER, Adapter, Sequence
 from verl.types.request import Request, SamplingParams
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.rollout.native_rollout import NativeRollout
-from verl.workers.sharding_manager import InProcessTransfer
-from verl.workers.sharding_manager.transfer import SyncStats
+from verl.workers.sharding_manager import InProcessTransfer, SyncStats
 
 _ACTOR = "actor_rollout_ref.actor"
 _PROMPT = 32

@@ -19,15 +19,10 @@ from tests.support.tiny import save_tiny_model, tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import TensorSlice
+from verl.utils.transfer_group import TransferAddress, TransferGroup, TransferHost
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout
-from verl.workers.sharding_manager import (
-    BroadcastReceiver,
-    BroadcastSender,
-    TransferAddress,
-    TransferGroup,
-    TransferHost,
-)
+from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender
 
 TRAINERS = 2
 

@@ -14,7 +14,7 @@ from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.weight_sync import ReplicaWeights
 from verl.trainer.ppo.worker_recovery import MAX_RESTARTS_PER_STEP, WorkerRecovery
 from verl.types.request import EngineDiedError
-from verl.workers.sharding_manager import TransferLostError
+from verl.utils.transfer_group import TransferLostError
 
 POOLS = ({Role.Actor, Role.Critic}, {Role.Rollout, Role.RefPolicy}, {Role.RewardModel})
 

@@ -30,7 +30,7 @@ from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.request import EngineDiedError
 from verl.utils.exceptions import cause_chain
 from verl.utils.model import compute_position_id_with_mask
-from verl.workers.sharding_manager import TransferLostError
+from verl.utils.transfer_group import TransferLostError
 
 logger = logging.getLogger(__name__)
 

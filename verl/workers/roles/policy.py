@@ -21,6 +21,7 @@ from verl.types.request import EngineDiedError
 from verl.utils.device import resolve_dtype
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
+from verl.utils.transfer_group import TransferAddress, TransferGroup, TransferHost
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss, require_experts
 from verl.workers.roles.training import (
@@ -36,14 +37,7 @@ from verl.workers.rollout.base import BaseRollout, Load
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.training_rows import empty_experts, with_object_columns
-from verl.workers.sharding_manager import (
-    BroadcastReceiver,
-    BroadcastSender,
-    InProcessTransfer,
-    TransferAddress,
-    TransferGroup,
-    TransferHost,
-)
+from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender, InProcessTransfer
 
 logger = logging.getLogger(__name__)
 

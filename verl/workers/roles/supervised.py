@@ -21,7 +21,7 @@ from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.training import CheckpointedWorker, infer_columns, start_engine
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
-from verl.workers.sharding_manager.transfer import InProcessTransfer
+from verl.workers.sharding_manager import InProcessTransfer
 
 
 def micro_batching(config: SupervisedConfig) -> MicroBatching:

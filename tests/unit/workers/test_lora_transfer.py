@@ -14,14 +14,9 @@ from tests.support.tiny import save_tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import Request, SamplingParams
 from verl.types.weights import WeightMismatchError
+from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.workers.rollout.native_rollout import NativeRollout
-from verl.workers.sharding_manager import (
-    BroadcastReceiver,
-    BroadcastSender,
-    InProcessTransfer,
-    TransferGroup,
-    TransferHost,
-)
+from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender, InProcessTransfer
 
 DATA = make_batch()
 PARAMS = SamplingParams(max_new_tokens=9, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""Weight sync: copy trained weights to rollout engines in the same process or in other processes."""
+"""Weight sync: copy trained weights to rollout engines, in buckets of HF-named tensors, versioned and verified."""
 
 from __future__ import annotations
 

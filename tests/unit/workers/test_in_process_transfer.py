@@ -1,4 +1,4 @@
-"""Hand-over within one process: bucket by bucket, the rollout's weights become the trainer's."""
+"""Weight sync within one process: bucket by bucket, the rollout's weights become the trainer's."""
 
 from __future__ import annotations
 
