@@ -16,10 +16,9 @@ import pytest
 import torch
 
 from tests.support.training_harness import overrides
-from verl.agent.host import AgentHost
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.agent.tool_files import ToolFiles
-from verl.agent.worker import AgentLoopWorker
+from verl.agent.worker import AgentHost, AgentLoopWorker
 from verl.config import PPOConfig, load_config
 from verl.inference.model_runner import ModelRunner
 from verl.protocol import DataProto, object_array

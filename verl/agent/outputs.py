@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -22,7 +22,9 @@ from verl.types.request import combine_calls
 from verl.types.trajectory import Row, Status, Trajectory, Turn
 from verl.workers.rollout.call_trace import CallTrace, ModelCall
 
-__all__ = ["RowLimits", "build_trajectory", "failed_trajectory"]
+__all__ = ["RowLimits", "build_trajectory", "derive_messages", "failed_trajectory"]
+
+Messages = Sequence[Mapping[str, Any]]
 
 NAN, UNKNOWN_VERSION = math.nan, -1
 
@@ -359,3 +361,33 @@ def _matching_tokens(sampled: list[int], ids: list[int], position: int, end: int
     if sampled[:count] == ids[position : position + count]:
         return count
     return next(index for index in range(count) if sampled[index] != ids[position + index])
+
+
+def derive_messages(
+    row: Row, prompts: Mapping[tuple[int, ...], Messages], rendered: Mapping[tuple[int, ...], Messages], tokenizer: Any
+) -> list[dict[str, Any]]:
+    """The messages of a row up to the model's last response, derived from its tokens. Reward models with their own chat
+    template need them if the loop did not return `AgentLoopOutput.messages`.
+
+    `prompts` and `rendered` map token ids to messages: of the data's prompts, and of calls of the loop's
+    `apply_chat_template`. An unknown prompt becomes one user message; replies with unknown tokens become part of the
+    surrounding response.
+    """
+
+    def text(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    start = tuple(int(token) for token in row.prompt_ids)
+    prompt = {**rendered, **prompts}.get(start, [{"role": "user", "content": text(start)}])
+    messages = [dict(message) for message in prompt]
+    last = max((index for index, turn in enumerate(row.turns) if turn.source == "model"), default=-1)
+    response: list[int] = []
+    for turn in row.turns[: last + 1]:
+        token_ids = tuple(int(token) for token in turn.token_ids)
+        replies = None if turn.source == "model" else rendered.get(token_ids)
+        if replies is None:
+            response += token_ids
+        else:
+            messages += [{"role": "assistant", "content": text(response)}, *(dict(reply) for reply in replies)]
+            response = []
+    return [*messages, {"role": "assistant", "content": text(response)}]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.support.chat_models import chat_tokenizer
-from verl.agent.host import derive_messages
+from verl.agent.outputs import derive_messages
 from verl.types.trajectory import Row, Turn
 
 TOKENIZER = chat_tokenizer("qwen2_5")

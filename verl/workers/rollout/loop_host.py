@@ -2,7 +2,7 @@
 
 A job is a set of rows with its own sampling parameters. Several jobs can run concurrently, for example validation and a
 stream of training rows. Subclasses: `EngineHost` generates single-turn rows with the engine of its process, `AgentHost`
-(`verl.agent.host`) runs agent loops.
+(`verl.agent.worker`) runs agent loops.
 """
 
 from __future__ import annotations
