@@ -17,7 +17,7 @@ import torch
 
 from tests.support.training_harness import overrides
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
-from verl.agent.tool_files import ToolFiles
+from verl.agent.toolbox import ToolFiles
 from verl.agent.worker import AgentHost, AgentLoopWorker
 from verl.config import PPOConfig, load_config
 from verl.inference.model_runner import ModelRunner

@@ -18,8 +18,7 @@ import numpy as np
 
 from verl.agent.loop import AgentLoopBase, LoopSpec, find_loop
 from verl.agent.outputs import RowLimits, build_trajectory, derive_messages, failed_trajectory
-from verl.agent.tool_files import ToolFiles
-from verl.agent.toolbox import Toolbox
+from verl.agent.toolbox import Toolbox, ToolFiles
 from verl.config import PPOConfig, as_config
 from verl.config.layout import serves_reward_model
 from verl.models.loading import read_config

@@ -20,8 +20,7 @@ import pytest
 
 from tests.support.mcp_server import TOKEN
 from tests.unit.agent.test_toolbox import asked, multi_turn
-from verl.agent.tool_files import read_tool_files
-from verl.agent.toolbox import Toolbox
+from verl.agent.toolbox import Toolbox, read_tool_files
 from verl.config.problems import ConfigError
 from verl.tools.mcp_base_tool import McpServer
 from verl.utils.network import accepts_connections

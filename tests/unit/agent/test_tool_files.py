@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.agent.test_toolbox import multi_turn, schema
-from verl.agent.tool_files import read_tool_files
-from verl.agent.toolbox import Toolbox
+from verl.agent.toolbox import Toolbox, read_tool_files
 from verl.config.problems import ConfigError
 
 GSM8K = "verl.tools.gsm8k_tool.Gsm8kTool"

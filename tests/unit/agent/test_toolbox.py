@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from verl.agent.tool_arguments import ArgumentCheck, CallFailed
-from verl.agent.tool_files import read_tool_files
-from verl.agent.toolbox import CallLimits, Toolbox, ToolResult
+from verl.agent.toolbox import CallLimits, Toolbox, ToolResult, read_tool_files
 from verl.config import load_config
 from verl.config.problems import ConfigError
 from verl.tools.base_tool import BaseTool, ToolError

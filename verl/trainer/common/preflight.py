@@ -272,7 +272,7 @@ def _check_tools(config: PPOConfig, report: Report) -> None:
 
 
 def _check_tool_files(turns: Any, report: Report) -> None:
-    from verl.agent.tool_files import FUNCTIONS, parse_tool_files
+    from verl.agent.toolbox import FUNCTIONS, parse_tool_files
     from verl.trainer.common.code_scan import find_code_problem, find_tool_problem
 
     paths = [turns[name] for name in ("tool_config_path", "function_tool_path", "interaction_config_path")]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from verl.agent.loop import LoopSpec, imported_class, listed_loops
-from verl.agent.tool_files import read_tool_files
+from verl.agent.toolbox import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig, names
 from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, frees_partial_kv, layout_of
