@@ -20,7 +20,7 @@ from verl.agent.chat import Chat, ChatSettings, encode_replies, tool_message
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register_agent_loop
 from verl.agent.toolbox import Toolbox, ToolSession
 from verl.config import PPOConfig
-from verl.interactions.session import InteractionSession
+from verl.interactions.base import InteractionSession
 from verl.utils.tool_calls import Parser, ToolCall, get_parser
 
 __all__ = ["AgentData", "ToolAgentLoop"]

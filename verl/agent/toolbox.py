@@ -18,8 +18,7 @@ from typing import Any
 from verl.agent.tool_session import CallLimits, CallThrottle, LoadedTool, ToolResult, ToolSession
 from verl.config.problems import Report
 from verl.config.rollout import MultiTurnConfig
-from verl.interactions.base import BaseInteraction
-from verl.interactions.session import InteractionSet, read_interactions
+from verl.interactions.base import BaseInteraction, InteractionSet, read_interactions
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import marked_functions
 from verl.tools.mcp_base_tool import MCPBaseTool, McpServers
@@ -27,7 +26,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.utils.concurrency import call_user_function, wait_with_timeout
 from verl.utils.import_utils import ClassEntry, UserModule, error_text, read_class_list
 
-__all__ = ["CallLimits", "ToolResult", "ToolSession", "Toolbox"]
+__all__ = ["CallLimits", "ToolFiles", "ToolResult", "ToolSession", "Toolbox", "parse_tool_files", "read_tool_files"]
 
 logger = logging.getLogger(__name__)
 

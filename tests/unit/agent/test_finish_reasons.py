@@ -24,7 +24,7 @@ from verl.agent.single_turn import SingleTurnAgentLoop
 from verl.agent.tool_loop import ToolAgentLoop
 from verl.agent.toolbox import CallLimits, Toolbox
 from verl.config import load_config
-from verl.interactions.session import InteractionSet
+from verl.interactions.base import InteractionSet
 from verl.trainer.ppo.metric_utils import truncated_rows
 from verl.types.request import SamplingParams
 from verl.types.trajectory import Trajectory

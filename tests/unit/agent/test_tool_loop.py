@@ -18,8 +18,7 @@ from verl.agent.outputs import build_trajectory
 from verl.agent.tool_loop import ToolAgentLoop
 from verl.agent.toolbox import CallLimits, Toolbox
 from verl.config import load_config
-from verl.interactions.base import BaseInteraction
-from verl.interactions.session import InteractionSet
+from verl.interactions.base import BaseInteraction, InteractionSet
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool
 from verl.types.request import SamplingParams

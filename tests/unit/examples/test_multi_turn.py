@@ -18,7 +18,7 @@ from verl.agent.chat import Chat
 from verl.agent.toolbox import Toolbox
 from verl.config import load_config
 from verl.config.problems import Report
-from verl.interactions.session import InteractionSet, read_interactions
+from verl.interactions.base import InteractionSet, read_interactions
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tool_calls import ToolCall, get_parser
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from verl.config.problems import Report
-from verl.interactions.base import BaseInteraction
-from verl.interactions.session import InteractionSet, read_interactions
+from verl.interactions.base import BaseInteraction, InteractionSet, read_interactions
 from verl.utils.import_utils import ClassEntry
 
 TEACHER = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
