@@ -21,7 +21,9 @@ from verl.single_controller.ray.actors import (
     find_dead,
     get_outcomes,
     named_actor,
+    new_prefix,
     on_lane,
+    start_actors,
     store_argument,
     wait_until_alive,
     wait_until_dead,
@@ -35,7 +37,6 @@ from verl.single_controller.ray.rank_monitor import (
     RecentMemory,
     explain_death,
 )
-from verl.single_controller.ray.rank_start import new_prefix, start_actors
 from verl.single_controller.ray.resource_pool import (
     RayNode,
     RayResourcePool,

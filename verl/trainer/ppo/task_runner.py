@@ -82,7 +82,7 @@ class TaskRunner:
         checks models, data and rewards."""
         import ray
 
-        from verl.single_controller.ray.rank_start import start_early
+        from verl.single_controller.ray.actors import start_early
 
         if not ray.is_initialized():  # worker groups in this process
             return

@@ -11,8 +11,7 @@ import ray
 
 from tests.support.workers import Counter
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.single_controller.ray.actors import on_lane
-from verl.single_controller.ray.rank_start import start_early
+from verl.single_controller.ray.actors import on_lane, start_early
 
 
 @pytest.fixture
