@@ -42,7 +42,7 @@ def run_supervised_training(
         overrides = [f"trainer.nnodes={nodes}", f"trainer.n_gpus_per_node={ranks_per_node}"]
         supervised = False
         if rank > 0:
-            from verl.single_controller.torchrun import serve_rank
+            from verl.single_controller.local import serve_rank
 
             serve_rank(**_group_settings(load_config(config, overrides, root=root)))
             return
@@ -114,7 +114,7 @@ class Ranks:
         if config.ranks == 1:
             self.group: Any = self._start_in_process(config, worker)
         elif torchrun_ranks() is not None:
-            from verl.single_controller.torchrun import TorchrunWorkerGroup
+            from verl.single_controller.local import TorchrunWorkerGroup
 
             self.group = TorchrunWorkerGroup(worker, **_group_settings(config))
             self._owns_process_group = True
