@@ -23,8 +23,8 @@ from verl.planning.phases import MemoryPlan
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.loader import BatchLoader
-from verl.trainer.common.mode_estimate import ModeSettings
 from verl.trainer.common.run_status import Phases, RunStatus, memory_gb
+from verl.trainer.common.run_summary import ModeSettings
 from verl.trainer.common.training_health import UpdateCheck, WeightCheck, add_memory_advice, update_remedies
 from verl.trainer.ppo.advantage import (
     RolloutMismatch,
