@@ -21,8 +21,8 @@ from verl.config.rm import RMDataConfig
 from verl.models.loading import read_config
 from verl.protocol import DataProto
 from verl.trainer.supervised.preference_dataset import PreferenceDataset
+from verl.trainer.supervised.row_record import ValidationRecord
 from verl.trainer.supervised.trainer import SupervisedTrainer, custom_dataset
-from verl.trainer.supervised.validation_record import ValidationRecord
 from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path

@@ -17,8 +17,8 @@ from verl.trainer.common.recorder import Recorder
 from verl.trainer.evaluation import reward_rules, score_samples
 from verl.trainer.ppo.recorded_rows import RowOptions, record_validation
 from verl.trainer.ppo.validator import sample_correctness, sample_metrics
+from verl.trainer.supervised.row_record import ValidationRecord
 from verl.trainer.supervised.trainer import SupervisedTrainer, custom_dataset
-from verl.trainer.supervised.validation_record import ValidationRecord
 from verl.utils.dataset.chat import PromptEncoder
 from verl.utils.dataset.problems import DataError, chat_rule, raise_problems
 from verl.utils.dataset.rows import Rows, find_files, ground_truth_of, value_at

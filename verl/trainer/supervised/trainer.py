@@ -33,8 +33,7 @@ from verl.trainer.recovery.ray_monitor import RayLostError
 from verl.trainer.recovery.signals import StopSignal
 from verl.trainer.recovery.step_end import FOLDER, VALIDATION, NonFatalFailures, Preemption, StepEnd, is_due
 from verl.trainer.supervised.launch import Ranks
-from verl.trainer.supervised.row_record import RowRecord
-from verl.trainer.supervised.validation_record import ValidationRecord
+from verl.trainer.supervised.row_record import RowRecord, ValidationRecord
 from verl.utils import hf_tokenizer
 from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.utils.console import LINE
