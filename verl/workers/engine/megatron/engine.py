@@ -42,11 +42,10 @@ from verl.workers.engine.common.routers import Routers, Routes
 from verl.workers.engine.megatron.bridge import BridgedWeights, create_bridge
 from verl.workers.engine.megatron.layers import core_routers
 from verl.workers.engine.megatron.layout import CoreLayout, ParallelSizes
-from verl.workers.engine.megatron.loading import load_weights
 from verl.workers.engine.megatron.model import MegatronModel, core_config, ddp_config, global_names
 from verl.workers.engine.megatron.optimizer import CoreAdamW
 from verl.workers.engine.megatron.state import MegatronState, is_core_checkpoint, load_core_weights
-from verl.workers.engine.megatron.weights import CoreWeights
+from verl.workers.engine.megatron.weights import CoreWeights, load_weights
 
 
 class MegatronEngine(BaseTrainEngine):
