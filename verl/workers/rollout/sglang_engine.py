@@ -21,9 +21,9 @@ from verl.utils.process_tree import die_with_parent
 from verl.workers.rollout.server_step_engine import ChunkDetails, OnChunks, ServerStepEngine, TokenChunk
 from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS, check_reported_log_probs
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _TESTED_VERSIONS = ("0.5.23",)
 # Maximum time until aborted requests have left SGLang's batch.
