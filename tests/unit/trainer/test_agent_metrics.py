@@ -15,7 +15,7 @@ from verl.config import RolloutConfig, as_config
 from verl.protocol import DataProto
 from verl.trainer.common.dumps import dump_rows, write_jsonl
 from verl.trainer.common.run_summary import describe_bottleneck
-from verl.trainer.ppo.agent_columns import ToolUseCheck, agent_metrics
+from verl.trainer.ppo.scoring import ToolUseCheck, agent_metrics
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.rollout.training_rows import rows_from_trajectories
 

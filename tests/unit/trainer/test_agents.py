@@ -15,10 +15,9 @@ from verl.config import ActorConfig, AlgorithmConfig, as_config, names
 from verl.protocol import DataProto
 from verl.trainer.common.training_health import NoSamplesError
 from verl.trainer.ppo.advantage import add_advantages, compute_advantage
-from verl.trainer.ppo.agent_columns import require_some_finished, spread_extra_fields
 from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.row_balancing import concat_rows
-from verl.trainer.ppo.scoring import reward_metrics
+from verl.trainer.ppo.scoring import require_some_finished, reward_metrics, spread_extra_fields
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.policy_loss import ROW, PolicyLoss

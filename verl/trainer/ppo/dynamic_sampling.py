@@ -22,8 +22,8 @@ from verl.config import PPOConfig
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.training_health import no_samples_error
 from verl.trainer.ppo.advantage import trajectory_values
-from verl.trainer.ppo.agent_columns import SUMMED_AGENT_METRICS
 from verl.trainer.ppo.row_balancing import concat_rows
+from verl.trainer.ppo.scoring import SUMMED_AGENT_METRICS
 from verl.workers.reward_manager.naive import FAILED_COLUMN
 
 logger = logging.getLogger(__name__)

@@ -19,16 +19,19 @@ from verl.config import PPOConfig
 from verl.config.layout import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import decode
-from verl.trainer.ppo.agent_columns import ToolUseCheck, agent_metrics, require_some_finished, spread_extra_fields
 from verl.trainer.ppo.dynamic_sampling import with_unique_uids
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, OnFinished, trajectory_names
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.row_balancing import local_columns, select_read_by
 from verl.trainer.ppo.scoring import (
     NoRewards,
+    ToolUseCheck,
+    agent_metrics,
     log_step_accuracy,
+    require_some_finished,
     reward_metrics,
     score_responses,
+    spread_extra_fields,
     with_turn_rewards,
 )
 from verl.trainer.ppo.utils import Role

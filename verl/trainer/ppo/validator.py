@@ -18,7 +18,6 @@ from verl.recording.redaction import Redaction
 from verl.trainer.common.dumps import extra_fields, ground_truths, response_texts, write_jsonl
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.advantage import compute_response_mask
-from verl.trainer.ppo.agent_columns import unfinished_agents
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.scoring import (
     Correctness,
@@ -27,6 +26,7 @@ from verl.trainer.ppo.scoring import (
     log_accuracy,
     response_scores,
     score_responses,
+    unfinished_agents,
     with_turn_rewards,
 )
 from verl.trainer.ppo.worker_groups import WorkerGroups
