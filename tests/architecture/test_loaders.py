@@ -37,7 +37,7 @@ MODULES = ("pickle", "dill", "joblib", "marshal", "shelve", "cloudpickle", "json
 FILES = {
     # Files
     ("verl/utils/safe_pickle.py", "pickle.Unpickler"): "find_class imports nothing; opcodes are checked before",
-    ("verl/workers/engine/common/dcp_reader.py", "dcp.FileSystemReader"): "read_metadata and read_data are replaced",
+    ("verl/workers/engine/common/sharded_checkpoint.py", "dcp.FileSystemReader"): "its read methods are replaced",
     ("verl/workers/engine/common/sharded_checkpoint.py", "dcp.load"): "with TensorsOnlyReader and TensorsOnlyPlanner",
     ("verl/search/corpus.py", "np.load"): "allow_pickle=False",
     ("verl/search/bm25.py", "np.load"): "memory-mapped, files of this build; allow_pickle is False by default",

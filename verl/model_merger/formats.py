@@ -24,7 +24,7 @@ from verl.model_merger.lazy_tensors import (
 from verl.models.loading import ModelKind
 from verl.models.megatron_core import CoreArchitecture, Piece, shard_slices, weight_map
 from verl.utils.safe_pickle import Record
-from verl.workers.engine.common.dcp_reader import METADATA, StoredChunk, read_folder
+from verl.workers.engine.common.sharded_checkpoint import METADATA, StoredChunk, read_folder
 
 __all__ = ["METADATA", "core_folder", "core_tensors", "dcp_tensors", "rank_files", "shard_tensors"]
 
