@@ -50,7 +50,7 @@ def _problems(kind: type) -> BaseException:
 
 
 def _call_error(kind: type) -> BaseException:
-    from verl.single_controller.base.errors import Failure
+    from verl.single_controller.base.worker_group import Failure
 
     return kind(
         Failure.from_exception(KeyError("no such column")), "actor", 1, "node-3 pid 17", "update_actor", others=2
@@ -89,6 +89,6 @@ def test_an_exception_arrives_as_it_left(place):
 
 
 def test_the_classes_are_found():
-    assert {"verl.single_controller.base.errors:WorkerDiedError", "verl.config.problems:ConfigError"} <= {
+    assert {"verl.single_controller.base.worker_group:WorkerDiedError", "verl.config.problems:ConfigError"} <= {
         *exception_classes()
     }

@@ -54,7 +54,10 @@ CHANNELS = {
     ("verl/single_controller/local.py", "pickle.loads"): "connections below",
     ("verl/single_controller/local.py", "Listener"): "authkey of 32 random bytes; no pickle before it",
     ("verl/single_controller/local.py", "Client"): "the same key, which rank 0 broadcasts",
-    ("verl/single_controller/base/errors.py", "pickle.loads"): "an exception of a worker, by Ray or those connections",
+    (
+        "verl/single_controller/base/worker_group.py",
+        "pickle.loads",
+    ): "an exception of a worker, by Ray or those connections",
     ("verl/workers/rollout/process/messages.py", "pickle.loads"): "a socketpair that the child inherits",
     ("verl/utils/reward_score/calls.py", "pickle.loads"): "a socket in a folder of mode 0700",
     ("verl/utils/process_pool/pool.py", "pickle.loads"): "a socketpair that the child inherits",

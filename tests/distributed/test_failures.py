@@ -132,7 +132,7 @@ RUNS_FULL = """
 import sys, time
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.errors import WorkerDiedError
+from verl.single_controller.base.worker_group import WorkerDiedError
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 import ray
 

@@ -23,8 +23,7 @@ from verl.config import PPOConfig, load_config
 from verl.inference.model_runner import ModelRunner
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base import ClassWithInitArgs
-from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.base.worker_group import RankHandle
+from verl.single_controller.base.worker_group import RankHandle, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.types.trajectory import HostReply, Trajectory
 from verl.utils import hf_tokenizer

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl.inference.async_engine import AsyncEngine
-from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.base.worker_group import RankHandle
+from verl.single_controller.base.worker_group import RankHandle, WorkerDiedError
 from verl.types.request import Output, Request, SamplingParams
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.engine_host import EngineHost

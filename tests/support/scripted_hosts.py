@@ -13,8 +13,7 @@ import torch
 
 from verl.config import PPOConfig, RolloutConfig, load_config
 from verl.protocol import DataProto, object_array
-from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.base.worker_group import RankHandle
+from verl.single_controller.base.worker_group import RankHandle, WorkerDiedError
 from verl.single_controller.ray.column_store import StoredRows, attach_bundle, bundle_rows
 from verl.types.request import Output, Request
 from verl.workers.rollout.engine_host import EngineHost

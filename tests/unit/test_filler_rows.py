@@ -9,8 +9,8 @@ import torch
 from verl.protocol import DataProto, object_array
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import BatchShard, Dispatch, register
-from verl.single_controller.base.errors import Failure
 from verl.single_controller.base.worker import RankHost, RankInfo
+from verl.single_controller.base.worker_group import Failure
 from verl.single_controller.ray import RayClassWithInitArgs
 
 

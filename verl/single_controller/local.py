@@ -24,14 +24,17 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError, result_or_raise
 from verl.single_controller.base.worker import RankHost, RankInfo, Worker, worker_rank
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
+    Failure,
     RankHandle,
     ResourcePool,
+    WorkerCallError,
+    WorkerDiedError,
     WorkerGroup,
     check_prefixes,
+    result_or_raise,
     specs_of,
 )
 from verl.single_controller.ray.column_store import StoredRows, attach_bundle, bundle_rows

@@ -27,7 +27,7 @@ from tests.support.agents import (
 from tests.support.training_harness import make_task
 from verl.agent.loop import AgentLoopBase, AgentLoopOutput
 from verl.protocol import DataProto, object_array
-from verl.single_controller.base.errors import WorkerCallError
+from verl.single_controller.base.worker_group import WorkerCallError
 from verl.types.request import join_outputs
 from verl.workers.rollout import engine_client, loop_host
 

@@ -24,7 +24,7 @@ from tests.support.agents import (
 from tests.support.training_harness import make_task
 from verl.agent.loop import LoopSpec
 from verl.protocol import DataProto, object_array
-from verl.single_controller.base.errors import CallCancelled, WorkerCallError
+from verl.single_controller.base.worker_group import CallCancelled, WorkerCallError
 from verl.utils import hf_tokenizer
 from verl.utils.import_utils import ImportPath
 

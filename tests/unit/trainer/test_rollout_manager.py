@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.scripted_hosts import ScriptedGroups, expected_tokens, prompt_rows, scripted_config
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.single_controller.base.heartbeat import OpenCall, open_calls
+from verl.single_controller.base.worker_group import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.trainer.ppo import rollout_jobs, rollout_manager
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, join_rows, read_trajectories, store_trajectories
 from verl.trainer.ppo.rollout_manager import RolloutManager

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError, WorkerError
+from verl.single_controller.base.worker_group import Failure, WorkerCallError, WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.utils import Role

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from verl.config.devices import DeviceUsage, device_usage
 from verl.protocol import DataProto, mask_filler_rows
 from verl.single_controller.base.decorator import BatchShard, Dispatch, MeshPlace, MethodSpec, register
-from verl.single_controller.base.errors import CallCancelled, Failure
 from verl.single_controller.base.heartbeat import ComputeTracker, Heartbeat
-from verl.single_controller.base.worker_group import ClassWithInitArgs, specs_of
+from verl.single_controller.base.worker_group import CallCancelled, ClassWithInitArgs, Failure, specs_of
 from verl.utils.compile_cache import open_compile_cache
 from verl.utils.concurrency import SharedEventLoop
 from verl.utils.device import capture_gate, memory_in_use

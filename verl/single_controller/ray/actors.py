@@ -21,9 +21,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.config.devices import memory_state
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import BatchShard
-from verl.single_controller.base.errors import Failure, WorkerDiedError, result_or_raise
 from verl.single_controller.base.worker import RankHost, RankInfo
-from verl.single_controller.base.worker_group import ClassWithInitArgs, RankHandle
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    Failure,
+    RankHandle,
+    WorkerDiedError,
+    result_or_raise,
+)
 from verl.single_controller.ray.batch_ref import BatchRef
 from verl.single_controller.ray.column_store import StoredRows, attach_bundle, bundle_rows, store_rows, store_with
 from verl.single_controller.ray.rank_monitor import NodeInspector, RankProcess, explain_death

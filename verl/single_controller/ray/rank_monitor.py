@@ -19,8 +19,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.config.devices import MemoryState, memory_state
-from verl.single_controller.base.errors import Failure
 from verl.single_controller.base.heartbeat import Heartbeat, RankReport, relevant_stacks
+from verl.single_controller.base.worker_group import Failure
 from verl.utils.process_tree import children, command_line, why_not_running, with_descendants
 from verl.utils.stacks import Stack, stacks_of
 

@@ -13,8 +13,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from verl.single_controller.base.errors import WorkerDiedError
-from verl.single_controller.base.worker_group import ResourcePool
+from verl.single_controller.base.worker_group import ResourcePool, WorkerDiedError
 from verl.utils.network import accepts_connections
 from verl.utils.resources import load_factor
 

@@ -11,10 +11,17 @@ from typing import Any
 import ray
 
 from verl.single_controller.base.decorator import MethodSpec
-from verl.single_controller.base.errors import Failure, WorkerCallError, WorkerDiedError
 from verl.single_controller.base.heartbeat import OpenCall
 from verl.single_controller.base.worker import RankInfo
-from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup, check_prefixes, specs_of
+from verl.single_controller.base.worker_group import (
+    ClassWithInitArgs,
+    Failure,
+    WorkerCallError,
+    WorkerDiedError,
+    WorkerGroup,
+    check_prefixes,
+    specs_of,
+)
 from verl.single_controller.ray.actors import (
     RayRankHandle,
     StoredArgument,

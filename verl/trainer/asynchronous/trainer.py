@@ -12,7 +12,7 @@ import numpy as np
 from verl.config import names
 from verl.config.layout import async_settings, old_log_prob_conflicts, shares_devices
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import WorkerError
+from verl.single_controller.base.worker_group import WorkerError
 from verl.trainer.asynchronous.group_stream import GroupStream
 from verl.trainer.asynchronous.utilization import AsyncSetup, tuning_advice
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

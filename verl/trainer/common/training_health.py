@@ -12,7 +12,7 @@ from verl.config import PPOConfig, SupervisedConfig
 from verl.config.layout import active_roles, serves_reward_model
 from verl.config.schema import get_path
 from verl.planning.remedies import PHASES
-from verl.single_controller.base.errors import WorkerDiedError
+from verl.single_controller.base.worker_group import WorkerDiedError
 from verl.trainer.recovery.exit_messages import describe_resume
 from verl.utils.exceptions import cause_chain
 from verl.utils.fs import expand_path

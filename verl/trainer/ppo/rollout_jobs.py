@@ -20,8 +20,7 @@ import ray
 
 from verl.config import ActorRolloutRefConfig
 from verl.protocol import DataProto, object_array
-from verl.single_controller.base.errors import WorkerError
-from verl.single_controller.base.worker_group import RankHandle
+from verl.single_controller.base.worker_group import RankHandle, WorkerError
 from verl.single_controller.ray.batch_ref import BatchRef
 from verl.single_controller.ray.column_store import (
     StoredRows,

@@ -24,8 +24,8 @@ import numpy as np
 
 from verl.config import PPOConfig
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.single_controller.base.heartbeat import OpenCall
+from verl.single_controller.base.worker_group import CallCancelled, HangError, WorkerDiedError, WorkerError
 from verl.single_controller.ray.column_store import StoredRows
 from verl.trainer.ppo.rollout_jobs import (
     FinishedTrajectory,

@@ -22,7 +22,7 @@ from verl.config import PPOConfig, names
 from verl.config.layout import ROLLOUT
 from verl.config.rollout import applies_lora
 from verl.protocol import DataProto, object_array
-from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
+from verl.single_controller.base.worker_group import WorkerCallError, WorkerDiedError
 from verl.trainer.common.training_health import TrainingStoppedError
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.row_balancing import local_columns

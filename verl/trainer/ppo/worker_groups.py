@@ -21,9 +21,8 @@ from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, frees_partial_kv, layout_
 from verl.config.schema import get_path
 from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import WorkerError
 from verl.single_controller.base.worker import collective_timeout
-from verl.single_controller.base.worker_group import RankHandle
+from verl.single_controller.base.worker_group import RankHandle, WorkerError
 from verl.single_controller.ray import RayClassWithInitArgs, ResourcePoolManager, create_colocated_worker_cls
 from verl.trainer.ppo.row_balancing import (
     SharedCosts,

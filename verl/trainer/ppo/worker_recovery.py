@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from verl.single_controller.base.errors import WorkerDiedError, WorkerError
+from verl.single_controller.base.worker_group import WorkerDiedError, WorkerError
 from verl.single_controller.ray import ResourceError
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.state import TrainerState

@@ -330,7 +330,7 @@ def _location_line(error: BaseException) -> list[str]:
     elif method is not None:
         location.append(f"while starting ({method})")
     # No resume hint for an error before the first step, which would occur again, unless a process died.
-    worker_died = _class_if_loaded("verl.single_controller.base.errors", "WorkerDiedError")
+    worker_died = _class_if_loaded("verl.single_controller.base.worker_group", "WorkerDiedError")
     died = isinstance(error, (RayLostError, *worker_died))
     hint = getattr(error, "resume_hint", None) if phase is not None or died else None
     line = " ".join(filter(None, (_sentence(", ".join(location)), _sentence(hint))))

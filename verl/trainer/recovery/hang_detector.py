@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.single_controller.base.errors import HangError
 from verl.single_controller.base.heartbeat import OpenCall, RankReport, call_count, open_calls
+from verl.single_controller.base.worker_group import HangError
 from verl.trainer.common.run_status import Phase, RunStatus
 from verl.trainer.recovery.hang_diagnosis import (
     HangDiagnosis,

@@ -170,7 +170,7 @@ def await_controller(
     except ray.exceptions.RayTaskError as error:
         raised = _own_exception(error)
     except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-        from verl.single_controller.base.errors import WorkerDiedError
+        from verl.single_controller.base.worker_group import WorkerDiedError
 
         died = "the controller's process died"
         if request.signal is not None:  # Ray has received the signal, too
@@ -294,7 +294,7 @@ class ControllerMonitor:
 
     def _warn_or_raise(self, reason: str, seconds: float, limit: float, warn_after: float, detail: str = "") -> None:
         if seconds >= limit:
-            from verl.single_controller.base.errors import HangError
+            from verl.single_controller.base.worker_group import HangError
 
             pid, host = getattr(self.status, "pid", 0), getattr(self.status, "host", "?")
             if pid and host == socket.gethostname():

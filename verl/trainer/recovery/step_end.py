@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.config import ConfigError
-from verl.single_controller.base.errors import HangError, WorkerCallError, WorkerDiedError
+from verl.single_controller.base.worker_group import HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.checkpoint import Saver
 from verl.trainer.common.run_status import Phases
 from verl.trainer.common.training_health import TrainingStoppedError

@@ -20,7 +20,7 @@ import numpy as np
 
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import CallCancelled
+from verl.single_controller.base.worker_group import CallCancelled
 from verl.types.request import EngineLostError, Output
 from verl.types.trajectory import Headers, HostReply, Trajectory
 from verl.utils.progress import BackgroundWork, add_work_source, expect, pulse_count, remove_work_source, tick

@@ -13,7 +13,7 @@ from tests.support.training_harness import close, make_task, make_trainer, overr
 from verl.config import ConfigError
 from verl.inference.engine import Engine
 from verl.protocol import DataProto
-from verl.single_controller.base.errors import Failure, HangError, WorkerCallError, WorkerDiedError
+from verl.single_controller.base.worker_group import Failure, HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.training_health import NonFiniteError
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.recovery.step_end import SAVE, VALIDATION, NonFatalFailures, UnsavedRunError, is_fatal

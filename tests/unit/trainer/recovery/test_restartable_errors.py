@@ -7,7 +7,7 @@ import ray
 import torch
 
 from verl.config import ConfigError
-from verl.single_controller.base.errors import Failure, HangError, WorkerCallError, WorkerDiedError
+from verl.single_controller.base.worker_group import Failure, HangError, WorkerCallError, WorkerDiedError
 from verl.trainer.common.training_health import TrainingStoppedError
 from verl.trainer.recovery.exit_messages import failure_location, is_restartable
 from verl.trainer.recovery.ray_monitor import RayLostError, RayUnavailableError

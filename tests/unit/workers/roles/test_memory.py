@@ -13,7 +13,7 @@ from verl.config.schema import get_path, walk
 from verl.planning.remedies import PHASES, applicable_remedies, remedies
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.single_controller.base.errors import WorkerCallError, WorkerDiedError
+from verl.single_controller.base.worker_group import WorkerCallError, WorkerDiedError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_worker_cls
 from verl.single_controller.ray.rank_monitor import RecentMemory, explain_death

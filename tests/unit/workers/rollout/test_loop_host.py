@@ -20,8 +20,8 @@ from tests.support.rollout_hosts import (
     wait_finished,
     wait_until,
 )
-from verl.single_controller.base.errors import CallCancelled
 from verl.single_controller.base.heartbeat import ComputeTracker
+from verl.single_controller.base.worker_group import CallCancelled
 from verl.types.request import resumable
 from verl.utils import progress
 from verl.workers.rollout import loop_host

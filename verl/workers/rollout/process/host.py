@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from verl.single_controller.base.errors import Failure
+from verl.single_controller.base.worker_group import Failure
 from verl.types.request import EngineBrokenError, Output, Request
 from verl.utils.exceptions import cause_chain
 from verl.utils.logging_setup import setup_logging

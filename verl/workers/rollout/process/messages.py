@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
-from verl.single_controller.base.errors import Failure
+from verl.single_controller.base.worker_group import Failure
 from verl.types.request import Output
 from verl.types.weights import RequestedRows
 from verl.utils.exceptions import RemoteTraceback

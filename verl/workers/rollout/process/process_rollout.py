@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from verl.single_controller.base.errors import Failure
+from verl.single_controller.base.worker_group import Failure
 from verl.types.request import EngineDiedError, Output, Request
 from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSpec
 from verl.utils.exceptions import RemoteTraceback
