@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import verl
 from verl.utils.import_utils import UserModule
 
 # Text of code that may define names at run time.
@@ -221,7 +222,7 @@ def _imports(source: Source) -> Iterator[_Import]:
 def _is_installed(file: str) -> bool:
     """Return whether a file belongs to Python, to an installed package or to verl."""
     folders = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders.add(str(Path(__file__).resolve().parents[1]))
+    folders.add(str(Path(verl.__file__).parent))
     path = Path(file).resolve()
     return any(path.is_relative_to(Path(folder).resolve()) for folder in folders)
 

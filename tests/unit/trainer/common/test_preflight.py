@@ -236,6 +236,7 @@ def test_rows_of_an_own_agent_loop_need_no_reward_function(tmp_path, problems):
         (SYNTAX, "reward.py line 1: not valid Python"),
         ("x = 1\nreturn x\n", "reward.py line 2: not valid Python"),
         ("import no_such_module_anywhere\n", "reward.py line 1: there is no module 'no_such_module_anywhere'"),
+        ("import verl.utils.import_utils\nimport no_such_module_anywhere\n", "reward.py line 2: there is no module"),
         ("def score(solution_str, ground_truth):\n    return 1.0\n", "It defines: score"),
     ],
 )
