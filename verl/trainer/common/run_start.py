@@ -57,7 +57,7 @@ class RunPart:
     @functools.cached_property
     def expected(self) -> Any:
         """The tensors that a checkpoint must contain; read from the config of the model, not from its weights."""
-        from verl.workers.engine.fsdp.state import expected_model
+        from verl.workers.engine.fsdp.engine import expected_model
 
         return expected_model(self._local_path, self.kind, self.model)
 
