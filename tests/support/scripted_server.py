@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 
 from verl.inference.sequence import Sequence
-from verl.workers.rollout.server_step_engine import OnChunks, TokenChunk
+from verl.workers.rollout.third_party import OnChunks, TokenChunk
 
 VOCAB = 50
 KV = list[tuple[int, int]]

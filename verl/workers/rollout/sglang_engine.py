@@ -18,8 +18,15 @@ import torch
 from verl.inference.sequence import Sequence
 from verl.types.request import Request, TopLogProbs
 from verl.utils.process_tree import die_with_parent
-from verl.workers.rollout.server_step_engine import ChunkDetails, OnChunks, ServerStepEngine, TokenChunk
-from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS, check_reported_log_probs
+from verl.workers.rollout.third_party import (
+    PROBE_PROMPT,
+    PROBE_TOP_TOKENS,
+    ChunkDetails,
+    OnChunks,
+    ServerStepEngine,
+    TokenChunk,
+    check_reported_log_probs,
+)
 
 logger = logging.getLogger(__name__)
 

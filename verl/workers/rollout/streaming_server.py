@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from verl.inference.sequence import Sequence
 from verl.types.request import Request
 from verl.utils.counter_noise import engine_seed
-from verl.workers.rollout.server_step_engine import OnChunks, ServerStepEngine, TokenChunk
+from verl.workers.rollout.third_party import OnChunks, ServerStepEngine, TokenChunk
 
 T = TypeVar("T")
 

@@ -28,9 +28,8 @@ from verl.utils.counter_noise import engine_seed
 from verl.utils.device import resolve_dtype
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments, request_loop
-from verl.workers.rollout.server_step_engine import OnChunks
 from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamEvent, StreamingServer, params_after
-from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS, check_reported_log_probs
+from verl.workers.rollout.third_party import PROBE_PROMPT, PROBE_TOP_TOKENS, OnChunks, check_reported_log_probs
 from verl.workers.rollout.weights import CheckpointWeights, dtype_name
 
 logger = logging.getLogger(__name__)

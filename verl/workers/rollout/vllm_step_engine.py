@@ -14,7 +14,7 @@ from verl.models.routing import route_dtype
 from verl.types.request import EngineBrokenError, Request, TopLogProbs, check_request
 from verl.utils.counter_noise import engine_seed
 from verl.utils.progress import pulse
-from verl.workers.rollout.third_party_tokens import (
+from verl.workers.rollout.third_party import (
     PROBE_PROMPT,
     PROBE_TOP_TOKENS,
     LogProbFactors,

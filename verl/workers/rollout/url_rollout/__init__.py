@@ -16,7 +16,7 @@ from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, request_loop
 from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamingServer
-from verl.workers.rollout.third_party_tokens import check_reported_log_probs
+from verl.workers.rollout.third_party import check_reported_log_probs
 from verl.workers.rollout.url_rollout.server import ControlClient, HTTPTokenSource, ServerError, ServerWeights
 from verl.workers.rollout.url_rollout.sglang_server import SGLangServerAPI, SGLangTransport
 from verl.workers.rollout.url_rollout.vllm_server import VllmServerAPI, VllmTransport

@@ -20,7 +20,7 @@ from verl.utils.device import resolve_dtype
 from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.workers.rollout.sglang_engine import sampling_arguments
 from verl.workers.rollout.streaming_server import StreamEvent
-from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS
+from verl.workers.rollout.third_party import PROBE_PROMPT, PROBE_TOP_TOKENS
 from verl.workers.rollout.url_rollout.server import (
     ControlClient,
     ServerAPI,

@@ -16,7 +16,7 @@ from verl.utils.device import resolve_dtype
 from verl.utils.transfer_group import TransferGroup, TransferHost
 from verl.utils.weight_fingerprint import fingerprints
 from verl.workers.rollout.streaming_server import StreamEvent, params_after
-from verl.workers.rollout.third_party_tokens import PROBE_PROMPT, PROBE_TOP_TOKENS
+from verl.workers.rollout.third_party import PROBE_PROMPT, PROBE_TOP_TOKENS
 from verl.workers.rollout.url_rollout.server import ServerAPI, ServerError, WeightTransport, run_both_sides
 from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, device_name
 from verl.workers.rollout.vllm_step_engine import sampling_arguments

@@ -1,4 +1,4 @@
-"""An asynchronous server as an engine of steps: pieces in flight at a pause, aborts, new weights, errors."""
+"""A third-party engine as a step engine: chunks at a pause, aborts, new weights, errors; checks of its log-probs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from tests.support.scripted_server import ScriptedServer, expected_tokens, log_prob
 from tests.support.tiny import tiny_tokenizer
@@ -17,12 +19,23 @@ from verl.inference.async_engine import AsyncEngine
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
 from verl.utils.progress import pulse_count
-from verl.workers.rollout.server_step_engine import ChunkDetails, ServerStepEngine, TokenChunk
-from verl.workers.rollout.third_party_tokens import accept_reported
+from verl.workers.rollout.third_party import (
+    PROBE_TOP_TOKENS,
+    ChunkDetails,
+    ServerStepEngine,
+    TokenChunk,
+    accept_reported,
+    accept_reported_experts,
+    accept_scaled,
+    check_reported_log_probs,
+)
 
 SHORT = SamplingParams(max_new_tokens=20)
 LONG = SamplingParams(max_new_tokens=300)
 PROMPT = [7, 8, 9]
+
+VOCAB = 300
+LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
 
 
 class Served:
@@ -250,3 +263,90 @@ def test_a_greedy_token_is_drawn_with_certainty():
     accept_reported(sequence, [4], [-1.5], 0, after_truncation=True)
     output = sequence.output
     assert (output.log_probs, output.raw_log_probs, output.sampled_log_probs) == ([-1.5], [-1.5], [0.0])
+
+
+def reporting(distribution: Callable[[float, int], torch.Tensor]) -> Callable[[float, int], dict[int, float]]:
+    """An engine that tells log-softmax of these."""
+
+    def top(temperature: float, top_k: int) -> dict[int, float]:
+        told = distribution(temperature, top_k).log_softmax(-1)
+        values, tokens = told.topk(PROBE_TOP_TOKENS)
+        drawn = int(told.argmin())
+        return {**dict(zip(tokens.tolist(), values.tolist(), strict=True)), drawn: float(told[drawn])}
+
+    return top
+
+
+def cut(logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    return logits if top_k < 0 else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+
+
+processed = reporting(lambda temperature, top_k: cut(LOGITS / temperature, top_k))
+untruncated = reporting(lambda temperature, top_k: LOGITS / temperature)
+raw = reporting(lambda temperature, top_k: LOGITS)
+
+
+def test_what_is_drawn_from_passes_before_and_after_truncation() -> None:
+    assert check_reported_log_probs("e 1", processed, VOCAB, True, torch.float32)
+    assert check_reported_log_probs("e 1", untruncated, VOCAB, False, torch.float32)
+
+
+def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def rounded(temperature: float, top_k: int) -> torch.Tensor:
+        """Between 4 and 8 the values of a bfloat16 are 1/32 apart."""
+        return (2 * LOGITS + torch.randint(-1, 2, [VOCAB], generator=generator) / 32) / temperature
+
+    for _ in range(20):
+        assert check_reported_log_probs("e 1", reporting(rounded), VOCAB, False, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="does not report"):
+        all(check_reported_log_probs("e 1", reporting(rounded), VOCAB, False, torch.float32) for _ in range(20))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("top", "after_truncation", "cause"),
+    [
+        (raw, True, "apart at temperature 0.5 are reported"),
+        (untruncated, True, r"at top_k 5 the probabilities of the 20 .* add up to 0\.\d+"),
+        (processed, False, "top_k 5 changes them"),
+        (lambda t, k: {token: lp - 1 for token, lp in processed(t, k).items()}, True, "most likely tokens add up to"),
+    ],
+    ids=["raw", "before truncation", "after truncation", "not normalised"],
+)
+def test_what_is_not_is_refused_by_name(top: Callable, after_truncation: bool, cause: str, dtype: torch.dtype) -> None:
+    with pytest.raises(RuntimeError, match=rf"^rollout: e 1 does not report .*{cause}"):
+        check_reported_log_probs("e 1", top, VOCAB, after_truncation, dtype)
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(VOCAB), torch.full((VOCAB,), torch.nan)], ids=["alike", "broken"])
+def test_weights_that_cannot_tell_are_asked_again_later(logits: torch.Tensor) -> None:
+    assert not check_reported_log_probs("e 1", reporting(lambda temperature, top_k: logits), VOCAB, True, torch.float32)
+
+
+def experts(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.uint8).reshape(-1, 1, 1)
+
+
+def ended(versions: list[int], resume_from: Output | None = None) -> list[int]:
+    """Row by row after a prompt of 3 tokens, each token of one version; the engine reports 1, 2, 3 …"""
+    sequence = Sequence(Request("a", [7, 8, 9], SamplingParams(max_new_tokens=20), resume_from=resume_from))
+    for version in versions:
+        accept_scaled(sequence, [5], [-1.0], version, (1.0, 1.0, 1.0))
+    total = 3 + len(sequence.output.token_ids)
+    accept_reported_experts(sequence, experts(*range(1, total)), versions[-1])
+    return sequence.output.routed_experts.flatten().tolist()
+
+
+def test_tokens_of_an_earlier_version_have_unknown_experts():
+    assert ended([4, 4, 4]) == [1, 2, 3, 4, 5]
+    assert ended([3, 4, 4]) == [255, 255, 255, 4, 5], "the first token's pass read the prompt"
+    assert ended([3, 3, 4]) == [255, 255, 255, 255, 5]
+
+
+def test_what_an_earlier_output_knows_is_kept():
+    earlier = Output([5, 5], [-1.0, -1.0], [3, 3], routed_experts=experts(50, 51, 52, 53))
+    assert ended([4, 4], earlier) == [50, 51, 52, 53, 5, 6]
+    same = Output([5, 5], [-1.0, -1.0], [4, 4])
+    assert ended([4, 4], same) == [1, 2, 3, 4, 5, 6], "the prompt was computed again by the same version"
