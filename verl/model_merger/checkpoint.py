@@ -16,7 +16,7 @@ from verl.model_merger.lazy_tensors import AdaptedTensor, LazyTensor, folder_ten
 from verl.models.loading import ModelKind, reject_hub_kernels
 from verl.models.lora import ADAPTER_FOLDER
 from verl.utils.checkpoint.manifest import MANIFEST, damaged_files, read_manifest
-from verl.workers.engine.common.checkpoint_compatibility import MODEL_JSON
+from verl.workers.engine.common.checkpoint_compatibility import MODEL_JSON, stored_model_info
 
 _KIND_BY_ARCHITECTURE: Mapping[str, ModelKind] = {
     "ForTokenClassification": "value",
@@ -52,7 +52,7 @@ def open_checkpoint(options: MergeOptions) -> Checkpoint:
     is_verl_format = (folder / "model" / METADATA).is_file()
     files, core = rank_files(folder), core_folder(folder)
     _check_backend(options, folder, is_verl_format, bool(files), core is not None)
-    info = _model_info(folder) if is_verl_format else {}
+    info = stored_model_info(folder) if is_verl_format else {}
     config_folder = _config_folder(folder, base)
     config = _config(config_folder, info, options)
     kind = _kind(config, info, options)
@@ -94,11 +94,6 @@ def _resolve_model(path: str, key: str) -> str:
     if not path:
         raise ValueError(f"{key}: the checkpoint contains only adapters and does not name their base model. Set it.")
     return resolve_model_path(path, key)
-
-
-def _model_info(folder: Path) -> dict[str, Any]:
-    file = folder / MODEL_JSON
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _config_folder(folder: Path, base: Path | None) -> Path | None:

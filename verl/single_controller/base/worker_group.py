@@ -231,8 +231,8 @@ class WorkerGroup(ABC):
     def _call(self, method: str, spec: MethodSpec, /, *args: Any, **kwargs: Any) -> Any:
         """Call a registered method: dispatch the arguments to the ranks and collect their outputs as registered."""
         if spec.materialize_futures:
-            args = tuple(_value(arg) for arg in args)
-            kwargs = {key: _value(arg) for key, arg in kwargs.items()}
+            args = tuple(wait_for_result(arg) for arg in args)
+            kwargs = {key: wait_for_result(arg) for key, arg in kwargs.items()}
         dispatch_fn, collect_fn = spec.functions()
         try:
             rank_args, rank_kwargs = dispatch_fn(self, *args, **kwargs)
@@ -288,9 +288,9 @@ def check_prefixes(prefix_set: Iterable[str], known: Iterable[str]) -> list[str]
     return prefixes
 
 
-def _value(arg: Any) -> Any:
-    """Return the result of a future; other values unchanged."""
-    return arg.get() if isinstance(arg, DataProtoFuture) else arg
+def wait_for_result(value: Any) -> Any:
+    """Wait for a future and return its result; return other values unchanged."""
+    return value.get() if isinstance(value, DataProtoFuture) else value
 
 
 class CallCancelled(RuntimeError):

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from verl.protocol import DataProtoFuture
 from verl.single_controller.base import ClassWithInitArgs
+from verl.single_controller.base.worker_group import wait_for_result
 from verl.trainer.common.run_start import RunStart
 from verl.utils.checkpoint.checkpoint_manager import CheckpointManager, reading
 from verl.utils.checkpoint.folders import bytes_of_newest
@@ -281,7 +281,7 @@ def _begin_part(group: Any, path: str) -> Callable[[], Any]:
     if hasattr(group, "begin_save"):
         group.begin_save(path)
         return group.finish_save
-    _value(group.save_checkpoint(path))
+    wait_for_result(group.save_checkpoint(path))
     return lambda: None
 
 
@@ -290,16 +290,11 @@ def _wait_for_all(pending_parts: Sequence[Callable[[], Any]]) -> None:
     failures = []
     for finish in pending_parts:
         try:
-            _value(finish())
+            wait_for_result(finish())
         except Exception as error:  # noqa: BLE001 - raised below
             failures.append(error)
     if failures:
         raise failures[0]
-
-
-def _value(result: Any) -> Any:
-    """Wait for a future; return other values unchanged."""
-    return result.get() if isinstance(result, DataProtoFuture) else result
 
 
 def load_step(folder: Path | None, read: Callable[[Path, Mapping[str, Any]], None]) -> None:

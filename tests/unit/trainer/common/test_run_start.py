@@ -155,7 +155,7 @@ def test_other_adapters_are_refused(task, saved_lora, change, said):
 
 
 def test_a_checkpoint_of_before_model_json_is_compared_by_its_tensors(task, models, saved, monkeypatch):
-    monkeypatch.setattr(checkpoint_compatibility, "_stored_model_info", lambda folder: {})
+    monkeypatch.setattr(checkpoint_compatibility, "stored_model_info", lambda folder: {})
     actor, _ = problems(arguments(task, saved, *model_keys(models / "shallow")))
     assert "num_hidden_layers" not in actor.why
     assert "12 tensors only in the checkpoint" in actor.why

@@ -75,7 +75,7 @@ def checkpoint_differences(folder: Path, contents: Collection[str], expected: Mo
         return [f"{NOT_SAVED}: {', '.join(absent)} (checkpoint.save_contents)"]
     problems: list[str] = []
     if "model" in contents:
-        problems += model_differences(_stored_model_info(folder), expected.model_info)
+        problems += model_differences(stored_model_info(folder), expected.model_info)
         problems += tensor_differences(stored_tensors(folder / "model"), expected.tensors)
     if "optimizer" in contents:
         problems += _optimizer_differences(stored_tensors(folder / "optimizer"), expected)
@@ -131,7 +131,8 @@ def _optimizer_differences(stored: Mapping[str, TensorSpec], expected: ModelDesc
 _FILES = {"model": "model", "optimizer": "optimizer", "extra": "extra.pt"}
 
 
-def _stored_model_info(folder: Path) -> Mapping[str, Any]:
+def stored_model_info(folder: Path) -> dict[str, Any]:
+    """Return the contents of `model.json` in a checkpoint; {} if it has none."""
     file = folder / MODEL_JSON
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
