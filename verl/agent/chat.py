@@ -39,8 +39,9 @@ _ENCODE_TIMEOUT_S = 60.0
 # Processes for encoding long replies, by event loop and tokenizer.
 _workers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, TextWorkers]] = WeakKeyDictionary()
 
-KEY = "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode"
-# Characters of each text in an error message, from its end.
+# The key of `Chat.check`'s mode.
+_CHECK_KEY = "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode"
+# Characters of each text in an error message of `check_template`, from its end.
 _MAX_SHOWN_CHARS = 200
 _USER: Message = {"role": "user", "content": "Go on."}
 
@@ -354,13 +355,13 @@ class _Context:
         if only_white_space and mode == "ignore_strippable":
             return
         difference = "white space" if only_white_space else "text"
-        remedy = f"Set {KEY}=disable to skip this check"
+        remedy = f"Set {_CHECK_KEY}=disable to skip this check"
         if only_white_space:
-            remedy = f"Set {KEY}=ignore_strippable to ignore differences in white space"
+            remedy = f"Set {_CHECK_KEY}=ignore_strippable to ignore differences in white space"
         turn = "a truncated turn" if self._end is None else f"a turn that ends with {self._chat.decode([self._end])}"
         raise ValueError(
-            f"{KEY} = {mode}: after a reply of {replier} to {turn}, tokens appended turn by turn are not those of the"
-            f" chat template (different {difference}): {ours[-_MAX_SHOWN_CHARS:]!r} instead of"
+            f"{_CHECK_KEY} = {mode}: after a reply of {replier} to {turn}, tokens appended turn by turn are not"
+            f" those of the chat template (different {difference}): {ours[-_MAX_SHOWN_CHARS:]!r} instead of"
             f" {theirs[-_MAX_SHOWN_CHARS:]!r}. {remedy}."
         )
 

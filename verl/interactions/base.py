@@ -16,7 +16,7 @@ from verl.utils.import_utils import ClassEntry, error_text, read_class_list
 
 logger = logging.getLogger(__name__)
 
-KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
+_CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 
 
 class BaseInteraction:
@@ -49,7 +49,7 @@ class BaseInteraction:
 
 def read_interactions(path: str, report: Report) -> list[ClassEntry]:
     """The entries of an interaction file, with the contents of the Python files that they name."""
-    return read_class_list(KEY, path, "interaction", ("name",), report)
+    return read_class_list(_CONFIG_KEY, path, "interaction", ("name",), report)
 
 
 class InteractionSet:
@@ -94,7 +94,7 @@ class InteractionSet:
         if name not in self._interactions:
             raise ValueError(
                 f"extra_info.interaction_kwargs.name of row {info.get('index', '?')}: unknown interaction "
-                f"{name!r}. Known: {', '.join(self._interactions) or f'none; set {KEY}'}."
+                f"{name!r}. Known: {', '.join(self._interactions) or f'none; set {_CONFIG_KEY}'}."
             )
         return InteractionSession(self._interactions[name], kwargs, self._timeout_s)
 
