@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from verl.config import ModelConfig, RolloutConfig
+from verl.config.devices import host_memory_available
 from verl.config.rollout import NativeOptions, applies_lora
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.attention import AttentionBackend, TorchAttention
+from verl.inference.attention import AttentionBackend, KVCache, TorchAttention, bytes_per_block
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
 from verl.inference.graphs import GraphOptions
-from verl.inference.kv_cache import KVCache, choose_num_blocks
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models import InferenceModel
 from verl.inference.models.adapters import AdapterOptions
@@ -28,7 +28,7 @@ from verl.inference.tensor_parallel import SINGLE, FollowerEngine, LeaderEngine,
 from verl.inference.weights import EngineWeights
 from verl.models.loading import empty_model, pretrained_model, read_config
 from verl.models.lora import Adapters
-from verl.utils.buffer_sizes import graph_bytes, inner_size
+from verl.utils.buffer_sizes import device_kv_bytes, graph_bytes, host_kv_bytes, inner_size, logit_bytes
 from verl.utils.device import resolve_dtype
 from verl.utils.end_tokens import EndTokens, find_end_tokens
 from verl.utils.tokenizer import hf_tokenizer, tokenizer_if_any
@@ -36,6 +36,7 @@ from verl.utils.tokenizer import hf_tokenizer, tokenizer_if_any
 __all__ = [
     "BuiltEngine",
     "build_engine",
+    "choose_num_blocks",
     "default_end_tokens",
     "load_inference_model",
     "load_module",
@@ -252,3 +253,50 @@ def load_module(
 def default_end_tokens(path: str, hf_config: Any, model_config: ModelConfig) -> EndTokens:
     """The model's end tokens, for requests that name none (`meta_info["eos_token_id"]` of a generation is unset)."""
     return find_end_tokens(path, hf_config, tokenizer_if_any(path, model_config.trust_remote_code))
+
+
+def choose_num_blocks(
+    model: InferenceModel,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    gpu_memory_utilization: float,
+    graphs: int = 0,
+) -> int:
+    """Number of blocks for `max_num_seqs` sequences of `max_model_len` tokens, or as many as fit; logs it.
+
+    On a GPU, weights and KV take at most `gpu_memory_utilization` of its memory, and never more than is free beside
+    `graphs` bytes of CUDA graphs. On a CPU, KV takes at most a quarter of the available memory.
+    """
+    block_bytes = bytes_per_block(model, block_size)
+    per_sequence = -(-max_model_len // block_size)
+    needed = max_num_seqs * per_sequence
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(model.device)
+        logits = logit_bytes(max_num_seqs, model.vocab_size)
+        available = device_kv_bytes(total, free, gpu_memory_utilization, model.region.size, logits, graphs)
+        remedy = "Raise gpu_memory_utilization, or lower max_model_len"
+    else:
+        available = host_kv_bytes(host_memory_available())
+        remedy = "Free host memory, or lower max_model_len"
+    blocks = min(needed, available // block_bytes)
+    if blocks < per_sequence:
+        raise ValueError(
+            f"max_model_len: the KV of one sequence of {max_model_len} tokens takes"
+            f" {_gb(per_sequence * block_bytes)}, but only {_gb(available)} are available. {remedy}."
+        )
+    logger.info(
+        "rollout: %s of KV cache: %d blocks of %d tokens (%s)",
+        _gb(blocks * block_bytes),
+        blocks,
+        block_size,
+        f"enough for {max_num_seqs} sequences of {max_model_len} tokens"
+        if blocks == needed
+        else f"{blocks / needed:.0%} of what {max_num_seqs} sequences of {max_model_len} tokens can use",
+    )
+    return blocks
+
+
+def _gb(size: int) -> str:
+    return f"{size / 2**30:.2f} GB"

@@ -9,10 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from verl.inference.attention import AttentionBackend, AttentionStep
+from verl.inference.attention import AttentionBackend, AttentionStep, KVCache
 from verl.inference.engine import StepResults
 from verl.inference.graphs import CudaRecorder, GraphOptions, StepGraphs, StepInputs, always_permitted
-from verl.inference.kv_cache import KVCache
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
 from verl.inference.step_plan import Prefill, SampledRows, StepDetails, StepExperts, StepPlan

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from tests.support.adapters import engine_tensors, peft_model
 from tests.support.tiny import tiny_model
-from verl.inference.attention import TorchAttention
+from verl.inference.attention import KVCache, TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.kv_cache import KVCache
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models.adapters import AdapterOptions
 from verl.inference.models.fused import FusedModel

@@ -12,8 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from tests.support.engine_cases import assert_close, make_batch, plain_fields, token_loss
 from tests.support.tiny import tiny_config, tiny_model
 from verl.models.attention import grouped_attention, packed_attention, use_packed_attention
-from verl.models.forward import ResponseModel
-from verl.models.model_checks import enable_packed_attention
+from verl.models.forward import ResponseModel, enable_packed_attention
 from verl.models.packing import Packing, packed_rows, right_padded_rows
 from verl.workers.engine.base import Counts
 

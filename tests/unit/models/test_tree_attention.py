@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.models.test_attention import one_sequence
-from verl.models import attention, tree_kernel
+from verl.models import attention
 from verl.models.shared_prefixes import PrefixTree, TreePacking, gather_tokens
 from verl.workers.engine.common.base_engine import compiled_graphs
 
@@ -136,8 +136,8 @@ def scores_of(query, key, causal, scale, left):
 @pytest.fixture
 def exact_kernels(monkeypatch):
     """Kernels for any dtype and device."""
-    monkeypatch.setattr(tree_kernel, "kernel_forward", exact_forward)
-    monkeypatch.setattr(tree_kernel, "kernel_backward", exact_backward)
+    monkeypatch.setattr(attention, "kernel_forward", exact_forward)
+    monkeypatch.setattr(attention, "kernel_backward", exact_backward)
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
 
 
@@ -163,7 +163,7 @@ def test_the_operator_is_consistent(exact_kernels):
     for method in ("gather", "merge"):
         packing = kernel_packing(*TREES["nested"], method)
         torch.library.opcheck(
-            tree_kernel.tree_kernel, (*inputs_of(packing), *packing.kernel_arguments, 0.3, -1), raise_exception=True
+            attention.tree_kernel, (*inputs_of(packing), *packing.kernel_arguments, 0.3, -1), raise_exception=True
         )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
 from tests.support.tiny import tiny_model
 from tests.unit.models.test_tree_attention import exact_backward, exact_forward
-from verl.models import attention, tree_kernel
+from verl.models import attention
 from verl.models.loading import outermost_layers
 from verl.models.shared_prefixes import TreePacking
 from verl.protocol import DataProto
@@ -117,8 +117,8 @@ def kernels(monkeypatch):
 
     monkeypatch.setattr(attention, "varlen_attn", varlen)
     monkeypatch.setattr(attention, "flash_attn_varlen_func", None)
-    monkeypatch.setattr(tree_kernel, "kernel_forward", exact_forward)
-    monkeypatch.setattr(tree_kernel, "kernel_backward", exact_backward)
+    monkeypatch.setattr(attention, "kernel_forward", exact_forward)
+    monkeypatch.setattr(attention, "kernel_backward", exact_backward)
     monkeypatch.setattr(attention, "has_kernel", lambda *_: True)
     monkeypatch.setattr(TreePacking, "__init__", with_arguments)
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))

@@ -29,8 +29,7 @@ from tests.support.prefix_cases import (
 from tests.support.router_cases import moe_model
 from verl.config.names import LOSS_AGG_MODES, POLICY_LOSSES
 from verl.models import attention
-from verl.models.forward import ResponseModel
-from verl.models.model_checks import enable_packed_attention
+from verl.models.forward import ResponseModel, enable_packed_attention
 from verl.models.packing import packed_rows
 from verl.models.shared_prefixes import share_prefixes
 from verl.utils.balancing import SequenceCost

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.tiny import save_tiny_model, tiny_model
-from verl.inference import kv_cache
-from verl.inference.kv_cache import bytes_per_block
+from verl.inference import build
+from verl.inference.attention import bytes_per_block
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
 from verl.protocol import DataProto
@@ -136,12 +136,12 @@ def test_kv_memory_is_what_all_sequences_can_use(start, caplog):
 
 def test_kv_memory_takes_a_quarter_of_the_host_at_most(start, monkeypatch, caplog):
     block = 16 * 2 * 2 * 2 * 16 * 4
-    monkeypatch.setattr(kv_cache, "host_memory_available", lambda: 4 * 10 * block)
+    monkeypatch.setattr(build, "host_memory_available", lambda: 4 * 10 * block)
     with caplog.at_level(logging.INFO, logger="verl"):
         engine = start(max_num_seqs=4, max_model_len=100)
     assert engine._kv.num_blocks == 10
     assert "36% of what 4 sequences of 100 tokens can use" in caplog.text
-    monkeypatch.setattr(kv_cache, "host_memory_available", lambda: 4 * 6 * block)
+    monkeypatch.setattr(build, "host_memory_available", lambda: 4 * 6 * block)
     with pytest.raises(ValueError, match=r"max_model_len"):
         start(max_num_seqs=4, max_model_len=100)
 

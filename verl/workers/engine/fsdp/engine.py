@@ -18,10 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.config.engine import CriticModelConfig, FSDPConfig, ModelConfig, OptimConfig, RewardModelModelConfig
-from verl.models.forward import ResponseModel
+from verl.models.forward import ResponseModel, check_head, enable_packed_attention
 from verl.models.loading import ModelKind, empty_model, outermost_layers, pretrained_model, read_config
 from verl.models.lora import ADAPTER_FOLDER, Adapters
-from verl.models.model_checks import check_head, enable_packed_attention
 from verl.models.packing import Packing, packed_rows, right_padded_rows, sequence_parallel_rows, with_alternatives
 from verl.models.prefix_support import precision_obstacle, sharing_obstacle
 from verl.models.routing import expert_weights, routers
