@@ -1,7 +1,8 @@
 """Reinforcement learning algorithms as pure tensor functions: advantages, losses, KL, rollout correction."""
 
 from verl.algos.kl import AdaptiveKLController, FixedKLController, compute_kl_loss, get_kl_controller, kl_penalty
-from verl.algos.losses import agg_loss, compute_entropy_loss, compute_value_loss, global_share, rows_of_trajectories
+from verl.algos.losses import compute_entropy_loss, compute_value_loss
+from verl.algos.masked_ops import agg_loss, global_share, rows_of_trajectories
 from verl.algos.policy_loss.vanilla import compute_policy_loss
 from verl.algos.registry import (
     AdvantageEstimator,

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from verl.algos.losses import agg_loss
-from verl.algos.masked_ops import apply_mask
+from verl.algos.masked_ops import agg_loss, apply_mask
 from verl.config import KLControllerConfig, as_config
 
 # Instead of -inf, the log-prob of an impossible token: its exp is 0, and 0 times it is 0, not NaN.

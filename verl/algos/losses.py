@@ -1,161 +1,19 @@
-"""Loss aggregation, independent of how a batch is split into parts; the entropy loss and the value loss.
-
-A sequence is a trajectory; it may consist of several rows (see `rows_of_trajectories`).
-"""
+"""The entropy loss, the value loss, and shared parts of policy losses: inputs, clipped surrogate, common metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import TypeAlias
+import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 
-from verl.algos.masked_ops import apply_mask
+from verl.algos.kl import MAX_LOG_RATIO
+from verl.algos.masked_ops import agg_loss, apply_mask
+from verl.algos.registry import ActorLike, PolicyLoss
+from verl.config import ActorConfig, as_config
 from verl.utils.torch_functional import entropy_from_logits
-
-Count: TypeAlias = float | torch.Tensor
-
-_TRAJECTORY_TOKENS: ContextVar[torch.Tensor | None] = ContextVar("trajectory_tokens", default=None)
-
-
-@contextmanager
-def rows_of_trajectories(trajectory_tokens: torch.Tensor | None) -> Iterator[None]:
-    """Context in which the rows passed to `agg_loss` and `global_share` are parts of trajectories.
-
-    `trajectory_tokens` [batch]: number of model tokens of each row's whole trajectory; None: each row is a trajectory.
-    It is a context, not an argument, so that loss functions (also those of users) keep their signature.
-    """
-    token = _TRAJECTORY_TOKENS.set(trajectory_tokens)
-    try:
-        yield
-    finally:
-        _TRAJECTORY_TOKENS.reset(token)
-
-
-def agg_loss(
-    loss_mat: torch.Tensor,
-    loss_mask: torch.Tensor,
-    loss_agg_mode: str,
-    dp_size: int = 1,
-    batch_num_tokens: Count | None = None,
-    global_batch_size: Count | None = None,
-    loss_scale_factor: float | None = None,
-) -> torch.Tensor:
-    """Aggregate `loss_mat` [batch, response] to a scalar; tokens where `loss_mask` is 0 contribute nothing.
-
-    token-mean               sum over tokens / tokens
-    token-sum                sum over tokens
-    seq-mean-token-sum       mean over sequences of the sum over their tokens
-    seq-mean-token-mean      mean over sequences of the mean over their tokens
-    seq-mean-token-sum-norm  mean over sequences of the sum over their tokens / `loss_scale_factor`
-                             (a constant such as the maximum response length: Dr. GRPO, arXiv 2503.20783)
-
-    `batch_num_tokens` and `global_batch_size` are the numbers of tokens (in the mask) and of sequences (with at least
-    one token) of the whole optimizer step over all ranks; the losses of the micro-batches then add up to the loss of
-    the step. By default they are counted in this batch. `dp_size` multiplies the result, for engines that average
-    gradients over that many ranks.
-    """
-    loss_mask = loss_mask.bool()
-    tokens, sequences = _counts(loss_mask, batch_num_tokens, global_batch_size)
-    row_sums = apply_mask(loss_mat, loss_mask).sum(dim=-1)
-    if loss_agg_mode == "token-mean":
-        loss = row_sums.sum() / _nonzero(tokens)
-    elif loss_agg_mode == "token-sum":
-        loss = row_sums.sum()
-    elif loss_agg_mode == "seq-mean-token-sum":
-        loss = row_sums.sum() / _nonzero(sequences)
-    elif loss_agg_mode == "seq-mean-token-mean":
-        trajectory_tokens = _trajectory_tokens(loss_mask)
-        sequence_tokens = loss_mask.sum(dim=-1) if trajectory_tokens is None else trajectory_tokens
-        loss = (row_sums / _nonzero(sequence_tokens)).sum() / _nonzero(sequences)
-    elif loss_agg_mode == "seq-mean-token-sum-norm":
-        if not loss_scale_factor:
-            raise ValueError(
-                "loss_scale_factor: not set, but seq-mean-token-sum-norm divides by it. Pass a constant, e.g. the "
-                "maximum response length (actor_rollout_ref.actor.loss_scale_factor)."
-            )
-        loss = row_sums.sum() / loss_scale_factor / _nonzero(sequences)
-    else:
-        raise ValueError(f"loss_agg_mode: {loss_agg_mode!r} is not known. Use one of {', '.join(_NORMALIZED_BY)}.")
-    return loss.to(row_sums.dtype) * dp_size
-
-
-def global_share(
-    loss_mask: torch.Tensor,
-    loss_agg_mode: str,
-    batch_num_tokens: Count,
-    global_batch_size: Count,
-    dp_size: int = 1,
-) -> torch.Tensor:
-    """Return the factor that converts the loss of a micro-batch, aggregated with its own counts, to its share of the
-    loss of the step.
-
-    Policy losses (also those of users) call `agg_loss` without global counts:
-    `agg_loss(m, mask, mode) * global_share(mask, mode, tokens, sequences)` equals `agg_loss` with these counts.
-    """
-    if loss_agg_mode not in _NORMALIZED_BY:
-        raise ValueError(f"loss_agg_mode: {loss_agg_mode!r} is not known. Use one of {', '.join(_NORMALIZED_BY)}.")
-    loss_mask = loss_mask.bool()
-    local_tokens, local_sequences = _counts(loss_mask, None, None)
-    tokens, sequences = _counts(loss_mask, batch_num_tokens, global_batch_size)
-    shares = {
-        "tokens": local_tokens / _nonzero(tokens),
-        "sequences": local_sequences / _nonzero(sequences),
-        "none": torch.ones_like(local_tokens),
-    }
-    return shares[_NORMALIZED_BY[loss_agg_mode]] * dp_size
-
-
-_NORMALIZED_BY = {
-    "token-mean": "tokens",
-    "token-sum": "none",
-    "seq-mean-token-sum": "sequences",
-    "seq-mean-token-mean": "sequences",
-    "seq-mean-token-sum-norm": "sequences",
-}
-LOSS_AGG_MODES = tuple(_NORMALIZED_BY)
-
-
-def _counts(mask: torch.Tensor, tokens: Count | None, sequences: Count | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the numbers of tokens and sequences to divide by, counted in the mask if None, as (exact) float64."""
-    tokens = mask.sum() if tokens is None else tokens
-    if sequences is None:
-        sequences = count_sequences(mask, _trajectory_tokens(mask))
-    return _to_device(mask.device, tokens), _to_device(mask.device, sequences)
-
-
-def count_sequences(mask: torch.Tensor, trajectory_tokens: torch.Tensor | None) -> torch.Tensor:
-    """Return the number of sequences in rows with this mask [batch, response].
-
-    With `trajectory_tokens` [batch], a row counts as its share of its trajectory's model tokens.
-    """
-    if trajectory_tokens is None:
-        return mask.any(dim=-1).sum()
-    return (mask.sum(dim=-1).double() / _nonzero(trajectory_tokens)).sum()
-
-
-def _trajectory_tokens(mask: torch.Tensor) -> torch.Tensor | None:
-    tokens = _TRAJECTORY_TOKENS.get()
-    if tokens is not None and tokens.shape != mask.shape[:1]:
-        raise ValueError(
-            f"agg_loss: the mask has {mask.shape[0]} rows, but the micro-batch has {len(tokens)}. Aggregate all rows at"
-            " once, and set the mask of excluded rows to 0."
-        )
-    return tokens
-
-
-def _to_device(device: torch.device, count: Count) -> torch.Tensor:
-    """Return a count as float64 on the device; `torch.full` avoids a copy from the host, which would synchronize."""
-    if isinstance(count, torch.Tensor):
-        return count.to(device, torch.float64)
-    return torch.full((), count, dtype=torch.float64, device=device)
-
-
-def _nonzero(count: torch.Tensor) -> torch.Tensor:
-    """Replace 0 by 1: the loss of a batch without tokens is 0, not 0 / 0."""
-    return torch.where(count > 0, count, torch.ones_like(count))
 
 
 def compute_entropy_loss(
@@ -190,3 +48,83 @@ def compute_value_loss(
     loss = 0.5 * agg_loss(torch.maximum(error, clipped_error), mask, loss_agg_mode, loss_scale_factor=loss_scale_factor)
     clipfrac = ((clipped_error > error) & mask).sum() / mask.sum().clamp(min=1)
     return loss, clipfrac
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Per-token inputs [batch, response], at least float32, with 0 where the boolean `mask` is False."""
+
+    log_prob: torch.Tensor
+    log_ratio: torch.Tensor
+    """log_prob - old_log_prob, clamped so that its exp is finite."""
+    advantages: torch.Tensor
+    mask: torch.Tensor
+
+
+def loss_config(name: str, config: ActorLike) -> ActorConfig:
+    """Return a typed configuration unchanged; complete a dict or None with the defaults of the loss `name`."""
+    if isinstance(config, ActorConfig):
+        return config
+    keys: Any = OmegaConf.to_container(config, resolve=True) if isinstance(config, DictConfig) else dict(config or {})
+    return as_config(ActorConfig, {**keys, "policy_loss": {**(keys.get("policy_loss") or {}), "loss_mode": name}})
+
+
+def mask_inputs(
+    old_log_prob: torch.Tensor, log_prob: torch.Tensor, advantages: torch.Tensor, response_mask: torch.Tensor
+) -> LossInputs:
+    """Return the masked inputs of a policy loss; gradients flow only through `log_prob`."""
+    mask = response_mask.bool()
+    log_prob = apply_mask(log_prob, mask)
+    log_ratio = log_prob - apply_mask(old_log_prob.detach(), mask)
+    return LossInputs(
+        log_prob=log_prob,
+        log_ratio=log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
+        advantages=apply_mask(advantages.detach(), mask),
+        mask=mask,
+    )
+
+
+def clipped_surrogate(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) per token, and where the clipped term is larger."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def covariance(inputs: LossInputs) -> torch.Tensor:
+    """Return each token's term of the covariance of log-prob and advantage over this micro-batch, detached."""
+    log_prob = inputs.log_prob.detach()
+    means = [token_mean(values, inputs.mask) for values in (log_prob, inputs.advantages)]
+    return (log_prob - means[0]) * (inputs.advantages - means[1])
+
+
+def token_count(mask: torch.Tensor, fraction: float) -> int:
+    """Return a fraction of the number of tokens in the mask, rounded up, so that it is at least 1."""
+    # The margin prevents rounding up a product that is an integer in decimals, such as 30 × 0.1.
+    return math.ceil(int(mask.sum()) * fraction - 1e-9)
+
+
+def aggregate(
+    losses: torch.Tensor,
+    inputs: LossInputs,
+    loss_agg_mode: str,
+    config: ActorConfig,
+    rollout_is_weights: torch.Tensor | None,
+    metrics: dict[str, torch.Tensor],
+) -> PolicyLoss:
+    """Weight and aggregate the token losses. `metrics` per token (boolean or number) are returned as means, with the
+    metrics that all policy losses have."""
+    if rollout_is_weights is not None:
+        losses = losses * apply_mask(rollout_is_weights.detach(), inputs.mask)
+    loss = agg_loss(losses, inputs.mask, loss_agg_mode, loss_scale_factor=config.loss_scale_factor)
+    log_ratio = inputs.log_ratio.detach()
+    per_token = {"approx_kl": -log_ratio, "ppo_ratio": log_ratio.exp()} | metrics
+    return loss, {name: token_mean(values.detach(), inputs.mask) for name, values in per_token.items()}
+
+
+def token_mean(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean of numbers, or the fraction of True, over the mask; 0 if the mask is empty."""
+    masked = values & mask if values.dtype == torch.bool else apply_mask(values, mask)
+    return masked.sum(dtype=torch.float32) / mask.sum().clamp(min=1)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.algos.kl import KL_ESTIMATES, TOP_K_KLS, compute_kl_loss, kl_penalty, top_k_kl
-from verl.algos.losses import global_share
+from verl.algos.masked_ops import global_share
 from verl.config import names
 
 P = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)

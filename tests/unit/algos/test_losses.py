@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algos.losses import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, global_share
+from verl.algos.losses import compute_entropy_loss
+from verl.algos.masked_ops import LOSS_AGG_MODES, agg_loss, global_share
 from verl.config import names
 
 NAN = float("nan")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl.algos import agg_loss, get_policy_loss_fn, global_share, rows_of_trajectories
 from verl.algos.groups import Trajectories
-from verl.algos.losses import LOSS_AGG_MODES, count_sequences
+from verl.algos.masked_ops import LOSS_AGG_MODES, count_sequences
 
 # "a" has two rows, "b" one, "c" two, the last of them masked throughout; an observation inside a row stays.
 IDS = np.array(["a", "a", "b", "c", "c"], dtype=object)

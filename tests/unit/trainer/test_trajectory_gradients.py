@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.algos.losses import LOSS_AGG_MODES
+from verl.algos.masked_ops import LOSS_AGG_MODES
 from verl.config import ActorConfig, CriticConfig, as_config
 from verl.protocol import DataProto, object_array
 from verl.trainer.ppo.advantage import compute_advantage

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import (
-    aggregate,
-    clipped_surrogate,
-    covariance,
-    loss_config,
-    mask_inputs,
-    token_count,
-)
+from verl.algos.losses import aggregate, clipped_surrogate, covariance, loss_config, mask_inputs, token_count
 from verl.algos.registry import ActorLike, PolicyLoss, register_policy_loss
 
 

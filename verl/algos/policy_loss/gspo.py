@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.policy_loss.common import aggregate, clipped_surrogate, loss_config, mask_inputs
+from verl.algos.losses import aggregate, clipped_surrogate, loss_config, mask_inputs
 from verl.algos.registry import ActorLike, PolicyLoss, register_policy_loss
 from verl.utils.torch_functional import masked_mean
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.algos.losses import agg_loss
-from verl.algos.policy_loss.common import LossInputs, aggregate, clipped_surrogate, loss_config, mask_inputs, token_mean
+from verl.algos.losses import LossInputs, aggregate, clipped_surrogate, loss_config, mask_inputs, token_mean
+from verl.algos.masked_ops import agg_loss
 from verl.algos.registry import ActorLike, PolicyLoss, register_policy_loss
 
 

@@ -11,7 +11,8 @@ from verl.algos.advantage.reinforce_plus_plus_baseline import compute_reinforce_
 from verl.algos.advantage.remax import compute_remax_outcome_advantage
 from verl.algos.advantage.rloo import compute_rloo_outcome_advantage
 from verl.algos.kl import AdaptiveKLController, FixedKLController, compute_kl_loss, get_kl_controller, kl_penalty
-from verl.algos.losses import agg_loss, compute_entropy_loss, compute_value_loss, global_share
+from verl.algos.losses import compute_entropy_loss, compute_value_loss
+from verl.algos.masked_ops import agg_loss, global_share
 from verl.algos.policy_loss.cispo import compute_policy_loss_cispo
 from verl.algos.policy_loss.clip_cov import compute_policy_loss_clip_cov
 from verl.algos.policy_loss.geo_mean import compute_policy_loss_geo_mean

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from verl.algos.losses import count_sequences
+from verl.algos.masked_ops import count_sequences
 from verl.protocol import DataProto
 from verl.utils.balancing import (
     COST_PER_TOKEN,
