@@ -18,8 +18,7 @@ from tests.support.tiny import tiny_tokenizer
 from verl.config import DataConfig, as_config
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.ppo.prompts import PromptStream, make_dataloader, make_sampler
-from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, EpochSampler, RLHFDataset
 from verl.utils.nested import load_plain, save_plain
 
 

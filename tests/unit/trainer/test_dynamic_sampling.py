@@ -14,7 +14,7 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.common.training_health import NoSamplesError
 from verl.trainer.ppo.dynamic_sampling import DynamicSampling, differing_trajectories
 from verl.trainer.ppo.prompts import PromptStream
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler
 from verl.workers.reward_manager.naive import FAILED_COLUMN
 
 ALL_RIGHT, ALL_WRONG, MIXED = [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]

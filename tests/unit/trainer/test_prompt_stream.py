@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from verl.config import DataConfig, as_config
 from verl.protocol import object_array
 from verl.trainer.ppo.prompts import PromptStream, make_dataloader, make_sampler
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler
 from verl.utils.nested import load_plain, save_plain
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler
 from verl.utils.resources import available_cores
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from verl.config.plan import batch_plan
 from verl.protocol import DataProto
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.ppo.row_balancing import concat_prompts
+from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, EpochSampler
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
-from verl.utils.dataset.sampler import AbstractCurriculumSampler, EpochSampler
 
 logger = logging.getLogger(__name__)
 

@@ -303,7 +303,7 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     """Return the sampler of `data.sampler`; by default an EpochSampler, which shuffles if `data.shuffle` is set."""
     from verl.config import DataConfig, as_config
     from verl.trainer.ppo.prompts import make_sampler
-    from verl.utils.dataset.sampler import AbstractSampler
+    from verl.utils.dataset.rl_dataset import AbstractSampler
     from verl.utils.import_utils import load_user_object
 
     config = as_config(DataConfig, data_config)

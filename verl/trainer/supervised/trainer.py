@@ -37,7 +37,7 @@ from verl.trainer.supervised.row_record import RowRecord, ValidationRecord
 from verl.utils import hf_tokenizer
 from verl.utils.balancing import get_seqlen_balanced_partitions
 from verl.utils.console import LINE
-from verl.utils.dataset.sampler import EpochSampler
+from verl.utils.dataset.rl_dataset import EpochSampler
 from verl.utils.fs import resolve_model_path
 from verl.utils.import_utils import load_user_object
 from verl.utils.metric import reduce_metrics

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
-from verl.utils.dataset.sampler import EpochSampler
+from verl.utils.dataset.rl_dataset import EpochSampler
 
 
 @given(st.integers(1, 40), st.integers(0, 5), st.integers(1, 7), st.booleans(), st.data())
