@@ -22,7 +22,7 @@ import pytest
 from tests.support.gateway_server import running_gateway
 from tests.support.tiny import save_tiny_model
 from verl.agent.search_loop import parse_action
-from verl.inference.serving.tool_calls import ToolCallSplitter
+from verl.inference.serving.response_text import ToolCallSplitter
 from verl.tools.sandbox_fusion_tools import plain_code
 from verl.utils.tool_calls import get_parser
 

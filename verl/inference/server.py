@@ -18,7 +18,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from verl.inference.serving.activity import ActivityLog, example_request
+from verl.inference.serving.api import ActivityLog, example_request
 from verl.inference.serving.app import OpenAIServer, in_options
 from verl.inference.serving.model import ModelLoader
 from verl.inference.serving.openai_requests import parse

@@ -5,8 +5,8 @@ import json
 import logging
 import shlex
 
-from verl.inference.serving import activity
-from verl.inference.serving.activity import ActivityLog, activity_line, example_request
+from verl.inference.serving import api
+from verl.inference.serving.api import ActivityLog, activity_line, example_request
 
 URL = "http://127.0.0.1:8001/v1"
 
@@ -27,7 +27,7 @@ def test_requests_and_tokens_per_second():
 
 
 def test_only_post_requests_are_counted_and_only_activity_is_logged(caplog, monkeypatch):
-    monkeypatch.setattr(activity, "_INTERVAL_S", 0.001)
+    monkeypatch.setattr(api, "_ACTIVITY_INTERVAL_S", 0.001)
     caplog.set_level(logging.INFO, logger="verl")
 
     async def app(scope, receive, send):

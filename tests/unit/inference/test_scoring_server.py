@@ -16,8 +16,8 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.tiny import tiny_config, tiny_tokenizer
 from verl import DataProto
 from verl.config import load_config
-from verl.inference.classifier import Classifier
 from verl.inference.server import load_app, options_parser
+from verl.inference.serving.scoring import Classifier
 from verl.protocol import object_array
 from verl.trainer.ppo.reward import compute_reward, load_reward_manager
 from verl.utils.http_server.server import serve_in_thread

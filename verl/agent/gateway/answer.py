@@ -10,7 +10,7 @@ from typing import Any
 from verl.agent.gateway.tree import Message
 from verl.inference.serving.openai_requests import ParsedChatRequest
 from verl.inference.serving.openai_responses import ResponseChunk, Token, sampled_tokens
-from verl.inference.serving.text_stream import TextStream
+from verl.inference.serving.response_text import TextStream
 from verl.types.request import Output
 from verl.utils.tool_calls import Parser
 

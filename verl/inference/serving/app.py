@@ -22,8 +22,7 @@ from verl.inference.serving.api import ApiError, create_model_app
 from verl.inference.serving.openai_requests import CHAT, COMPLETIONS, ModelInfo, ParsedRequest
 from verl.inference.serving.openai_responses import ResponseChunk, ResponseEncoder, Token, prompt_tokens, sampled_tokens
 from verl.inference.serving.parsers import Parsers
-from verl.inference.serving.text_stream import TextStream
-from verl.inference.serving.tool_calls import ToolCallSplitter
+from verl.inference.serving.response_text import TextStream, ToolCallSplitter
 from verl.types.request import Output, Request
 from verl.utils.exceptions import rename_fields
 from verl.utils.http_server.app import GeneratorResponse, request_body

@@ -21,8 +21,8 @@ from verl.utils.tokenizer import hf_tokenizer, longest_token
 
 if TYPE_CHECKING:
     from verl.inference.build import BuiltEngine
-    from verl.inference.classifier import Classifier
     from verl.inference.lora import LoraRegistry
+    from verl.inference.serving.scoring import Classifier
 
 __all__ = ["LoadedModel", "ModelLoader"]
 
@@ -108,7 +108,7 @@ class ModelLoader:
     @contextlib.contextmanager
     def load_classifier(self, max_answers: int) -> Iterator[tuple[Classifier, ModelInfo, str]]:
         """Load a sequence classifier; yields it, the limits for requests, and a description for the log."""
-        from verl.inference.classifier import Classifier
+        from verl.inference.serving.scoring import Classifier
         from verl.models.loading import pretrained_model
         from verl.utils.device import get_device_name, resolve_dtype
 

@@ -22,8 +22,7 @@ from verl.inference.serving.request_models import (
     MessageToolCall,
     validate_request,
 )
-from verl.inference.serving.response_format import response_grammar
-from verl.inference.serving.tool_calls import forced_call, strict_grammar
+from verl.inference.serving.response_text import forced_call, response_grammar, strict_grammar
 from verl.types.request import Request, SamplingParams
 from verl.utils.counter_noise import sample_keys
 from verl.utils.http_server.json_body import parse_json

@@ -1,4 +1,4 @@
-"""Prompts of RL: RLHFDataset (left-padded token rows with the columns that rewards need) and the samplers of its rows."""
+"""The prompts of RL: RLHFDataset, left-padded token rows with the columns that rewards need; samplers of its rows."""
 
 from __future__ import annotations
 
