@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl.sandbox.client import SandboxClient, SandboxUnavailable
-    from verl.sandbox.runs import Session
-    from verl.sandbox.sandbox import Sandbox, available
+    from verl.sandbox.sandbox import Sandbox, Session, available
     from verl.sandbox.types import REQUIRE, Isolation, IsolationMissing, Limits, Result, Status
 
 __all__ = [
@@ -30,7 +29,7 @@ __all__ = [
 _MODULES = {
     "Sandbox": "sandbox",
     "available": "sandbox",
-    "Session": "runs",
+    "Session": "sandbox",
     "SandboxClient": "client",
     "SandboxUnavailable": "client",
 }

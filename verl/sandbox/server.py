@@ -24,9 +24,9 @@ from verl.sandbox import REQUIRE, IsolationMissing, Limits, Sandbox
 from verl.sandbox.fusion_api import PING, PONG, RUN, result_to_json
 from verl.sandbox.request import RunRequest
 from verl.sandbox.types import find_language
+from verl.utils.http_server import add_server_options, positive
 from verl.utils.http_server.app import HttpError, create_app, json_response, request_body
 from verl.utils.http_server.json_body import BodyParser
-from verl.utils.http_server.options import add_server_options, positive
 from verl.utils.http_server.server import (
     ConnectionLimits,
     bind_socket,

@@ -25,9 +25,9 @@ from starlette.types import ASGIApp
 
 from verl.search.request import RetrieveRequest
 from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open_retriever
+from verl.utils.http_server import add_server_options, positive
 from verl.utils.http_server.app import HttpError, create_app, request_body
 from verl.utils.http_server.json_body import BodyParser
-from verl.utils.http_server.options import add_server_options, positive
 from verl.utils.http_server.server import (
     ConnectionLimits,
     bind_socket,

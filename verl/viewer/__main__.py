@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
-from verl.utils.http_server.options import add_server_options
+from verl.utils.http_server import add_server_options
 
 DEFAULT_PORT = 8420
 _MAX_BODY_MB = 1

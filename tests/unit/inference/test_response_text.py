@@ -1,4 +1,4 @@
-"""Calls of tools in an answer's text: the same however the text is cut, and never half a tag."""
+"""Tool calls and detokenised text are the same however a response is cut; never half a tag or a character."""
 
 from __future__ import annotations
 

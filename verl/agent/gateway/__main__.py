@@ -25,8 +25,8 @@ from verl.inference.serving.app import in_options
 from verl.inference.serving.model import LoadedModel, ModelLoader
 from verl.inference.serving.options import add_model_options
 from verl.types.request import Output, Request
+from verl.utils.http_server import add_server_options, positive
 from verl.utils.http_server.app import json_pieces
-from verl.utils.http_server.options import add_server_options, positive
 from verl.utils.http_server.server import (
     ConnectionLimits,
     bind_socket,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from verl.config.command_line import program_name
-from verl.utils.http_server.options import add_server_options, positive
+from verl.utils.http_server import add_server_options, positive
 
 __all__ = ["DEFAULT_PORT", "add_model_options", "options_parser"]
 

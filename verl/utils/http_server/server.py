@@ -25,8 +25,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from verl.utils import process_tree
+from verl.utils.http_server import DEFAULT_CONNECTIONS
 from verl.utils.http_server.accept_queue import MAX_HEALTH_CONNECTIONS, MAX_QUEUED_CONNECTIONS, AcceptQueue
-from verl.utils.http_server.options import DEFAULT_CONNECTIONS
 from verl.utils.resources import trim_heap
 
 __all__ = [
