@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from verl.cli.run_config import YAML_FILES, add_run_arguments, compose_user_file, parse_run_arguments
 
 if TYPE_CHECKING:  # imported when arguments have been parsed, so that --help is immediate
-    from verl.planning.gpus import GPU
+    from verl.planning.catalog import GPU
     from verl.planning.report import PlannedRun
 
 _DEFAULT_GPU = "h200"
@@ -105,7 +105,7 @@ def planned_run(options: argparse.Namespace) -> PlannedRun:
 def _gpu(options: argparse.Namespace) -> tuple[GPU | None, list[str]]:
     """Return the GPU to plan for, None for a run on CPUs, and notes."""
     from verl.config.devices import gpu_memory
-    from verl.planning.gpus import find_gpu, gpu_of_device
+    from verl.planning.catalog import find_gpu, gpu_of_device
 
     if options.gpu is not None:
         return find_gpu(options.gpu), []
@@ -160,7 +160,7 @@ def _model_folders(config: Any) -> tuple[dict[str, str], list[str]]:
     Of a model on the hub only its config.json is fetched, unless its shape is known.
     """
     from verl.config import PPOConfig
-    from verl.planning.known_shapes import known_name
+    from verl.planning.catalog import known_name
     from verl.trainer.common.preflight import model_paths
     from verl.utils.fs import expand_path, is_hub_id, resolve_model_path
 

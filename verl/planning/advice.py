@@ -14,7 +14,7 @@ from verl.config.load import root_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import ConfigError, Problem, Report
 from verl.config.schema import Block, get_path, set_path
-from verl.planning.known_shapes import KNOWN_MODELS, known_shape
+from verl.planning.catalog import KNOWN_MODELS, known_shape
 from verl.planning.phases import GB, MemoryPlan
 from verl.planning.remedies import UNKNOWN, Remedy, applicable_remedies, value_of
 from verl.planning.shapes import ModelShape

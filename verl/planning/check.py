@@ -19,8 +19,8 @@ from verl.config.schema import get_path, set_path
 from verl.config.trainer import RunConfig
 from verl.models.megatron_core import CoreArchitecture
 from verl.planning.advice import apply_memory_settings, check_fits
+from verl.planning.catalog import known_name, known_shape, model_shape
 from verl.planning.host import HostMemory, is_in_memory
-from verl.planning.known_shapes import known_name, known_shape, model_shape
 from verl.planning.layouts import exclude_shared_prefixes, exclude_supervised_sharing
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, supervised_memory_plan

@@ -21,7 +21,7 @@ from verl.planning.advice import (
     largest_length,
     largest_model,
 )
-from verl.planning.gpus import GPU, MEASURED_GPU
+from verl.planning.catalog import GPU, MEASURED_GPU
 from verl.planning.host import HostMemory
 from verl.planning.phases import GB, ROLE_OF_PHASE, DeviceMemory, MemoryPlan, PhaseMemory, format_table
 from verl.planning.plan import memory_plan, supervised_memory_plan

@@ -24,10 +24,9 @@ from verl.config.names import TRAINING_ENGINES
 from verl.config.ppo import PPOConfig
 from verl.config.schema import get_path
 from verl.config.supervised import SupervisedConfig
+from verl.planning.catalog import GPU, MEASURED_GPU, MEASURED_GPU_RATES, Rates, known_shape
 from verl.planning.engines import BYTES, engine_footprint
-from verl.planning.gpus import GPU, MEASURED_GPU, MEASURED_GPU_RATES, Rates
 from verl.planning.host import ModelMemory
-from verl.planning.known_shapes import known_shape
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import ROLE_OF_PHASE, MemoryPlan
 from verl.planning.plan import micro_batch_sizes, role_models, supervised_model, supervised_tokens

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.tiny import tiny_config
 from verl.cli.plan import main, parse_arguments, planned_run
-from verl.planning.gpus import GPUS
+from verl.planning.catalog import GPUS
 
 MODEL = "actor_rollout_ref.model.path"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -3,8 +3,7 @@
 import pytest
 
 from verl.config import SFTConfig, load_config
-from verl.planning.gpus import GPUS, MEASURED_GPU_RATES, find_gpu, gpu_of_device
-from verl.planning.known_shapes import KNOWN_MODELS, known_shape
+from verl.planning.catalog import GPUS, KNOWN_MODELS, MEASURED_GPU_RATES, find_gpu, gpu_of_device, known_shape
 from verl.planning.phases import GB
 from verl.planning.plan import memory_plan
 from verl.planning.seconds import (

@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from tests.support.tiny import tiny_config
 from verl.config import load_config
-from verl.planning import known_shapes
-from verl.planning.known_shapes import known_name, known_shape, model_shape
+from verl.planning import catalog
+from verl.planning.catalog import known_name, known_shape, model_shape
 from verl.planning.shapes import ModelShape
 
 
@@ -66,7 +66,7 @@ def test_damaged_entries_and_unusable_caches_only_cost_time(folder, cache, monke
 def test_models_with_their_own_code_are_not_cached(folder, cache):
     model_shape(folder, model_config("actor_rollout_ref.model.trust_remote_code=True"))
     assert not cache.exists()
-    assert known_shapes._key(folder + "/missing", model_config(), "causal_lm") is None
+    assert catalog._key(folder + "/missing", model_config(), "causal_lm") is None
 
 
 @pytest.mark.parametrize("kind", ["causal_lm", "value", "sequence_classification"])

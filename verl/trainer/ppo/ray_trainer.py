@@ -18,7 +18,7 @@ from verl.config.layout import (
     old_log_probs_from_update,
     serves_reward_model,
 )
-from verl.planning.gpus import peak_flops
+from verl.planning.catalog import peak_flops
 from verl.planning.phases import MemoryPlan
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
