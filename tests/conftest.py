@@ -1,4 +1,4 @@
-"""Shared by all tests: one Ray cluster per session, started on first use; nothing survives the session."""
+"""Configuration of all tests; one Ray cluster per session, started on first use and stopped at the end."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import pytest
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "VERL_CACHE" not in os.environ:  # tokens of test data would stay in the user's cache for good
+if "VERL_CACHE" not in os.environ:  # otherwise tokens of test data would remain in the user's cache
     os.environ["VERL_CACHE"] = tempfile.mkdtemp(prefix="verl-test-cache-")
     atexit.register(shutil.rmtree, os.environ["VERL_CACHE"], ignore_errors=True)
-# A cluster of the machine, or the note that a dead one left behind, is none of ours to join: tests start their own.
+# Tests start their own cluster: never join one that runs on this machine, or connect to the address of a dead one.
 os.environ["RAY_ADDRESS"] = "local"
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # one of several test processes: each has its share of the cores
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of several workers: each uses its share of the cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Continuous integration checks the same examples every time; developers' machines draw new ones. No deadline: the
-# duration of an example depends on the machine.
+# CI checks the same examples every time, other machines draw new ones. No deadline: the duration of an example depends
+# on the machine.
 hypothesis.settings.register_profile(
     "verl",
     deadline=None,
@@ -40,16 +40,16 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("verl")
 
-# Worker classes of the tests must be importable in the processes that Ray starts, too.
+# Worker classes of the tests must also be importable in the processes that Ray starts.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
 
 TESTS = Path(__file__).parent
 
-# A 2-CPU node whatever the machine has: everything must schedule there.
+# Independent of the machine: all tests must schedule on a node with 2 CPUs.
 RAY_CPUS = 2
 
 
-# Folders whose tests all have a mark.
+# Folders in which all tests have this mark.
 MARKED_FOLDERS = {
     "distributed": "processes",
     "attacks": "slow",
@@ -60,7 +60,7 @@ MARKED_FOLDERS = {
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only files that can have a test of `-m`: importing all of them takes most of a minute."""
+    """Import only files that may contain tests selected by `-m`: importing all files takes most of a minute."""
     marks = config.option.markexpr
     relative = collection_path.relative_to(TESTS).parts if collection_path.is_relative_to(TESTS) else ()
     if relative and re.search(rf"\bnot {MARKED_FOLDERS.get(relative[0], '(?!)')}\b", marks):
@@ -75,7 +75,7 @@ def _may_start_processes(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`processes` is written by hand only where neither the folder nor a fixture says it."""
+    """Add the marks implied by folders and fixtures; tests without either mark themselves as `processes`."""
     for item in items:
         if "distributed" in item.path.parts or "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Tests marked `gpu` skip where there is none, also when they are run by path."""
+    """Skip tests marked `gpu` on machines without a GPU, also if they are selected by path."""
     if item.get_closest_marker("gpu") is not None:
         import torch
 
@@ -96,7 +96,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is `async def` runs on an event loop of its own."""
+    """Run an `async def` test in its own event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
@@ -106,7 +106,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def logging_as_before() -> Iterator[None]:
-    """For tests of commands: they set up logging on the stderr of their test, closed when the next one logs."""
+    """Restore logging after tests of commands, which log to the stderr of their test; it is closed afterwards."""
     logger = logging.getLogger("verl")
     before = (logger.level, list(logger.handlers), logger.propagate)
     yield
