@@ -221,8 +221,13 @@ def _shapes(config: Any, folders: Mapping[str, str]) -> tuple[Mapping[str, Any],
     from verl.config.problems import ConfigError, Report
     from verl.config.schema import get_path
     from verl.config.supervised import context_rules
-    from verl.planning.check import check_megatron_support, model_shapes, supervised_shape
-    from verl.planning.layouts import exclude_shared_prefixes, exclude_supervised_sharing
+    from verl.planning.check import (
+        check_megatron_support,
+        exclude_shared_prefixes,
+        exclude_supervised_sharing,
+        model_shapes,
+        supervised_shape,
+    )
 
     is_ppo = isinstance(config, PPOConfig)
     key = "actor_rollout_ref.model.path" if is_ppo else "model.path"

@@ -1,4 +1,7 @@
-"""Check before models are loaded that a run fits into memory, and log its plan; `trainer.auto_memory` makes it fit."""
+"""Check before models are loaded that a run fits into memory, and log its plan; `trainer.auto_memory` makes it fit.
+
+Prefixes of rows are not shared if the model excludes it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,6 @@ from verl.models.megatron_core import CoreArchitecture
 from verl.planning.advice import apply_memory_settings, check_fits
 from verl.planning.catalog import known_name, known_shape, model_shape
 from verl.planning.host import HostMemory, is_in_memory
-from verl.planning.layouts import exclude_shared_prefixes, exclude_supervised_sharing
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan
 from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.shapes import ModelShape
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 # Ray kills workers when 95 % of the host memory are in use.
 RESERVED = 0.05
+_SHARING = "use_prefix_grouper"
 _CLASSIFIER: ModelKind = "sequence_classification"
 
 logger = logging.getLogger(__name__)
@@ -211,3 +214,33 @@ def available_memory(trainer: RunConfig) -> tuple[DeviceMemory | None, HostMemor
         return DeviceMemory("cpu", total // max(1, ranks), f"host memory for {ranks} rank(s)"), host
     gpu = gpu_memory()
     return (None if gpu is None else DeviceMemory("cuda", *gpu)), host
+
+
+def exclude_shared_prefixes(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Set `use_prefix_grouper` from auto to false for roles whose model does not support it on the run's device, and
+    log the reason; raise ConfigError if it is true."""
+    report = Report()
+    for role, path in BLOCK_OF_ROLE.items():
+        name = "actor" if role == "ref" else role
+        for model, shape in shapes.items():
+            if model.partition("/")[0] == name and role in active_roles(config):
+                _exclude(get_path(config, path), f"{path}.{_SHARING}", shape, config.trainer.device, report)
+    report.raise_if_any()
+
+
+def exclude_supervised_sharing(config: SupervisedConfig, shape: ModelShape) -> None:
+    """The same for a supervised run."""
+    report = Report()
+    _exclude(config, _SHARING, shape, config.trainer.device, report)
+    report.raise_if_any()
+
+
+def _exclude(block: Any, key: str, shape: ModelShape, device: str, report: Report) -> None:
+    mode, why = block.use_prefix_grouper, shape.sharing_obstacle
+    if why is None or device != "cuda" or block.strategy == "megatron" or mode == "false":
+        return
+    if mode == "true":
+        report.problem(key, True, f"the model's prefixes cannot be shared on a GPU: {why}", "Set it to auto or False")
+    else:
+        block.use_prefix_grouper = "false"
+        logger.info("%s=auto: prefixes are not shared: %s", key, why)

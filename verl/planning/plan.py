@@ -1,7 +1,8 @@
 """Compute the memory plan: the peak of every phase of a run on a device and on a host, before anything is loaded.
 
 The formulas are in `planning.fsdp`, `planning.megatron`, `planning.engines` and `planning.host`. All sequences are
-assumed to have the maximum length, so the plan is an upper bound. `planning.advice` checks that it fits.
+assumed to have the maximum length, so the plan is an upper bound. `planning.advice` checks that it fits. Parallel sizes
+that do not divide the heads of a model are errors.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from verl.config.layout import (
 from verl.config.load import as_config
 from verl.config.names import TRAINING_ENGINES
 from verl.config.ppo import PPOConfig
+from verl.config.problems import Report, divisors
 from verl.config.rollout import RolloutConfig
 from verl.config.schema import get_path
 from verl.config.sft import SFTConfig
@@ -38,7 +40,6 @@ from verl.planning.engines import (
 )
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.host import HostedModel, HostMemory, HostPhases, ModelMemory, decide_snapshots, host_phases
-from verl.planning.layouts import check_layouts, check_supervised_layout
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import (
     DEVICE_PARTS,
@@ -52,6 +53,8 @@ from verl.planning.phases import (
 from verl.planning.shapes import MegatronLayout, ModelShape
 from verl.utils.buffer_sizes import MAX_GATHERED_KEYS
 
+_ULYSSES = "ulysses_sequence_parallel_size"
+_TENSOR_PARALLEL = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _KINDS = {"critic": "value", "reward_model": "sequence_classification"}
 # Measured: a process on a GPU (driver context, library workspaces), and NCCL buffers if there are several ranks.
 _CONTEXT, _COLLECTIVES = int(0.6 * GB), int(0.4 * GB)
@@ -388,3 +391,45 @@ def _context(device: str, ranks: int) -> float:
 def _add(parts: dict[str, float], more: Mapping[str, float]) -> None:
     for name, size in more.items():
         parts[name] += size
+
+
+def check_layouts(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> None:
+    """Raise ConfigError for a Ulysses or tensor-parallel size that does not divide its model; `shapes` by role as in
+    `memory_plan`. Sizes of the megatron engine are checked with the configuration."""
+    report = Report()
+    for role in active_roles(config):
+        if role == "rollout":
+            _check_rollout(config, shapes.get("actor"), report)
+        elif role != "reward_model" or not serves_reward_model(config):
+            path = BLOCK_OF_ROLE[role]
+            block = get_path(config, path)
+            for name, shape in shapes.items():
+                if name.partition("/")[0] == ("actor" if role == "ref" else role) and block.strategy != "megatron":
+                    _check_heads(f"{path}.{_ULYSSES}", block[_ULYSSES], shape, report)
+    report.raise_if_any()
+
+
+def check_supervised_layout(config: SupervisedConfig, shape: ModelShape) -> None:
+    """The same for a supervised run."""
+    report = Report()
+    if config.strategy != "megatron":
+        _check_heads(_ULYSSES, config.ulysses_sequence_parallel_size, shape, report)
+    report.raise_if_any()
+
+
+def _check_rollout(config: PPOConfig, shape: ModelShape | None, report: Report) -> None:
+    rollout = config.actor_rollout_ref.rollout
+    size = rollout.tensor_model_parallel_size
+    if shape is None or rollout.server_urls:
+        return
+    _check_heads(_TENSOR_PARALLEL, size, shape, report)
+    key_heads_fit = max(size, shape.kv_heads) % min(size, shape.kv_heads) == 0
+    if rollout.name == "native" and not key_heads_fit and not report.problems:
+        why = f"the model has {shape.kv_heads} key heads; one of both must divide the other"
+        report.problem(_TENSOR_PARALLEL, size, why, f"Use one of {', '.join(map(str, divisors(shape.kv_heads)))}")
+
+
+def _check_heads(key: str, size: int, shape: ModelShape, report: Report) -> None:
+    if shape.heads % size:
+        why = f"does not divide the {shape.heads} attention heads of the model"
+        report.problem(key, size, why, f"Use one of {', '.join(map(str, divisors(shape.heads)))}")

@@ -12,9 +12,8 @@ from tests.support.tiny import save_tiny_model, tiny_config, tiny_model
 from verl.config import ConfigError, RMConfig, SFTConfig, load_config
 from verl.config.schema import get_path
 from verl.planning.advice import cheapest_changes, check_fits
-from verl.planning.check import check_memory, check_supervised_memory
+from verl.planning.check import check_memory, check_supervised_memory, exclude_shared_prefixes
 from verl.planning.fsdp import FSDPModelMemory
-from verl.planning.layouts import exclude_shared_prefixes
 from verl.planning.phases import DEVICE_PARTS, GB, HOST_PARTS, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.planning.plan import memory_plan, micro_batch_sizes, role_models, supervised_memory_plan
 from verl.planning.remedies import applicable_remedies
