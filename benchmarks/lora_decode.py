@@ -24,7 +24,7 @@ from decode_step import time_steps
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig, as_config
 from verl.inference.build import BuiltEngine, build_engine
-from verl.inference.models.adapters import AdapterOptions
+from verl.inference.lora import AdapterOptions
 from verl.inference.sequence import NO_ADAPTER, Adapter, Sequence
 from verl.types.request import Request, SamplingParams
 from verl.workers.engine.fsdp import FSDPEngine

@@ -12,7 +12,7 @@ from tests.support.adapters import engine_tensors, peft_model
 from tests.support.tiny import save_tiny_model, tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.build import BuiltEngine, build_engine
-from verl.inference.models.adapters import AdapterOptions
+from verl.inference.lora import AdapterOptions
 from verl.inference.sequence import NO_ADAPTER, Adapter, Sequence
 from verl.types.request import Request, SamplingParams
 

@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def serve(arguments: list[str]) -> int:
     """Run the inference server; help and errors of options appear before torch is imported."""
-    from verl.inference.serving.options import options_parser
+    from verl.inference.serving import options_parser
 
     options_parser().parse_args(arguments)
     from verl.inference.server import main as run_server

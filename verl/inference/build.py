@@ -18,9 +18,9 @@ from verl.inference.attention import AttentionBackend, KVCache, TorchAttention, 
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
 from verl.inference.graphs import GraphOptions
+from verl.inference.lora import AdapterOptions
 from verl.inference.model_runner import ModelRunner
 from verl.inference.models import InferenceModel
-from verl.inference.models.adapters import AdapterOptions
 from verl.inference.models.fused import FusedModel, unsupported_reason
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler

@@ -18,11 +18,11 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from verl.inference.serving import options_parser
 from verl.inference.serving.api import ActivityLog, example_request
 from verl.inference.serving.app import OpenAIServer, in_options
 from verl.inference.serving.model import ModelLoader
 from verl.inference.serving.openai_requests import parse
-from verl.inference.serving.options import options_parser
 from verl.inference.serving.parsers import Parsers
 from verl.inference.serving.scoring import ScoringServer
 from verl.inference.serving.scoring_requests import parse_scoring

@@ -16,8 +16,8 @@ from tests.support.tiny import tiny_model
 from verl.inference.attention import KVCache, TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
+from verl.inference.lora import AdapterOptions
 from verl.inference.model_runner import ModelRunner
-from verl.inference.models.adapters import AdapterOptions
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler

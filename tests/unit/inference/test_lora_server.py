@@ -27,8 +27,7 @@ from tests.support.tiny import save_tiny_model, tiny_model
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import build_engine
-from verl.inference.lora import LoraError, LoraRegistry, UnknownAdapterError, read_adapter
-from verl.inference.models.adapters import AdapterOptions
+from verl.inference.lora import AdapterOptions, LoraError, LoraRegistry, UnknownAdapterError, read_adapter
 from verl.inference.server import load_app, options_parser
 from verl.inference.serving.api import openai_error
 from verl.inference.serving.app import lora_routes

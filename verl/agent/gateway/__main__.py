@@ -21,9 +21,9 @@ import uvicorn
 
 from verl.agent.gateway.app import GatewayApp
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
+from verl.inference.serving import add_model_options
 from verl.inference.serving.app import in_options
 from verl.inference.serving.model import LoadedModel, ModelLoader
-from verl.inference.serving.options import add_model_options
 from verl.types.request import Output, Request
 from verl.utils.http_server import add_server_options, positive
 from verl.utils.http_server.app import json_pieces

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 
 from verl.inference.attention import AttentionStep
+from verl.inference.lora import ModelAdapters
 from verl.inference.memory import Region
-from verl.inference.models.adapters import ModelAdapters
 from verl.inference.weights import WeightShard
 
 __all__ = ["InferenceModel"]

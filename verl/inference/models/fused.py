@@ -14,9 +14,9 @@ import torch
 from torch.nn.functional import embedding
 
 from verl.inference.attention import AttentionStep
+from verl.inference.lora import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
 from verl.inference.memory import Region
 from verl.inference.models import torch_ops
-from verl.inference.models.adapters import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
 from verl.inference.weights import WeightShard, padded
 from verl.models.logits import wide_product

@@ -14,9 +14,9 @@ from torch.nn.functional import linear
 from transformers import AttentionInterface
 
 from verl.inference.attention import AttentionStep, TorchAttention
+from verl.inference.lora import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
 from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
-from verl.inference.models.adapters import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
 from verl.inference.weights import WeightShard, pack_module
 from verl.models.attention import unsupported_layers, window_mismatch
 from verl.models.logits import logit_adjustment, wide_product

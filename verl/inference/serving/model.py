@@ -71,8 +71,7 @@ class ModelLoader:
     def load_engine(self, max_answers: int, client_templates: bool) -> Iterator[LoadedModel]:
         """Load the engine, which runs until the context exits."""
         from verl.inference.build import build_engine
-        from verl.inference.lora import LoraRegistry
-        from verl.inference.models.adapters import AdapterOptions
+        from verl.inference.lora import AdapterOptions, LoraRegistry
         from verl.utils.device import get_device_name, resolve_dtype
 
         options, max_model_len = self._options, self._max_model_len
