@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from verl.config import names
-from verl.config.problems import count
-from verl.config.schema import get_path
-
-if TYPE_CHECKING:
-    from verl.config.ppo import PPOConfig
 from typing import NamedTuple
 
+from verl.config import names
 from verl.config.ppo import PPOConfig
-from verl.config.problems import Report
+from verl.config.problems import Report, count
+from verl.config.rollout import RolloutConfig
+from verl.config.schema import get_path
 from verl.config.trainer import TrainerConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -81,6 +76,11 @@ def layout_of(config: PPOConfig, role: str) -> Layout:
 def shares_devices(config: PPOConfig) -> bool:
     """Whether training and generation share devices."""
     return config.role_mapping["actor"] == config.role_mapping["rollout"]
+
+
+def runs_in_own_process(rollout: RolloutConfig) -> bool:
+    """Whether the rollout engine runs in its own processes on the devices of the workers."""
+    return names.rollout_traits(rollout.name).third_party and not rollout.in_process and not rollout.server_urls
 
 
 def needs_reference(config: PPOConfig) -> bool:

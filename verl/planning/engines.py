@@ -15,6 +15,7 @@ from verl.config.layout import (
     frees_partial_kv,
     judge_shares_devices,
     layout_of,
+    runs_in_own_process,
     serves_reward_model,
     shares_devices,
 )
@@ -44,11 +45,6 @@ _WITH_WEIGHTS = ("gen", "reward", "judge")
 def responses_per_batch(config: PPOConfig) -> int:
     """Number of responses of one generation batch."""
     return config.data.gen_batch_size * config.actor_rollout_ref.rollout.n
-
-
-def runs_in_own_process(rollout: RolloutConfig) -> bool:
-    """Whether the engine runs in its own processes on the devices of the workers."""
-    return names.rollout_traits(rollout.name).third_party and not rollout.in_process and not rollout.server_urls
 
 
 def rollout_bytes(

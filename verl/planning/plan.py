@@ -19,6 +19,7 @@ from verl.config.layout import (
     actor_is_reference,
     layout_of,
     needs_reference,
+    runs_in_own_process,
     serves_reward_model,
 )
 from verl.config.load import as_config
@@ -36,7 +37,6 @@ from verl.planning.engines import (
     engine_footprint,
     responses_per_batch,
     rollout_bytes,
-    runs_in_own_process,
 )
 from verl.planning.fsdp import FSDPModelMemory
 from verl.planning.host import HostedModel, HostMemory, HostPhases, ModelMemory, decide_snapshots, host_phases

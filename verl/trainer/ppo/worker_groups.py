@@ -17,9 +17,8 @@ from verl.agent.loop import LoopSpec, imported_class, listed_loops
 from verl.agent.toolbox import read_tool_files
 from verl.agent.worker import AgentLoopWorker
 from verl.config import PPOConfig, names
-from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, frees_partial_kv, layout_of
+from verl.config.layout import BLOCK_OF_ROLE, ROLLOUT, frees_partial_kv, layout_of, runs_in_own_process
 from verl.config.schema import get_path
-from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.worker import collective_timeout
 from verl.single_controller.base.worker_group import RankHandle, WorkerError

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from verl.config import ActorRolloutRefConfig, RolloutConfig, as_config
 from verl.config.engine import CheckpointConfig
+from verl.config.layout import runs_in_own_process
 from verl.config.rollout import applies_lora
-from verl.planning.engines import runs_in_own_process
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, MeshPlace, make_nd_compute_dataproto_dispatch_fn, register
 from verl.types.request import EngineDiedError
