@@ -1,14 +1,26 @@
-"""KL estimates by hand, on average, and their gradients."""
+"""KL estimates by hand, on average, and their gradients; the KL coefficient, fixed or adaptive."""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from verl.algos.kl import KL_ESTIMATES, TOP_K_KLS, compute_kl_loss, kl_penalty, top_k_kl
+from verl.algos.kl import (
+    KL_ESTIMATES,
+    TOP_K_KLS,
+    AdaptiveKLController,
+    FixedKLController,
+    compute_kl_loss,
+    get_kl_controller,
+    kl_penalty,
+    top_k_kl,
+)
 from verl.algos.masked_ops import global_share
-from verl.config import names
+from verl.config import KLControllerConfig, as_config, names
 
 P = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
 Q = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
@@ -168,3 +180,34 @@ def test_tokens_that_cannot_occur_cost_what_they_must_and_no_number_is_lost():
     value.sum().backward()
     assert value.isfinite().all()
     assert never.grad.isfinite().all()
+
+
+def test_the_fixed_coefficient_never_moves():
+    controller = FixedKLController(0.01)
+    controller.update(current_kl=99.0, n_steps=1000)
+    assert controller.value == 0.01
+
+
+def test_the_adaptive_coefficient_by_hand():
+    controller = AdaptiveKLController(init_kl_coef=0.1, target_kl=0.2, horizon=1000)
+    controller.update(current_kl=0.22, n_steps=100)
+    # error 0.22 / 0.2 - 1 = 0.1; 0.1 · (1 + 0.1 · 100 / 1000)
+    assert controller.value == pytest.approx(0.1 * 1.01)
+    controller.update(current_kl=2.0, n_steps=100)
+    # an error of 9 counts as 0.2
+    assert controller.value == pytest.approx(0.1 * 1.01 * 1.02)
+    controller.update(current_kl=0.0, n_steps=100)
+    assert controller.value == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
+
+
+@pytest.mark.parametrize("wrap", [dict, OmegaConf.create, lambda c: as_config(KLControllerConfig, c)])
+def test_the_configuration_chooses(wrap):
+    assert isinstance(get_kl_controller(wrap({"type": "fixed", "kl_coef": 0.5})), FixedKLController)
+    adaptive = get_kl_controller(wrap({"type": "adaptive", "kl_coef": 0.5, "target_kl": 0.3, "horizon": 50}))
+    assert isinstance(adaptive, AdaptiveKLController)
+    assert (adaptive.value, adaptive.target, adaptive.horizon) == (0.5, 0.3, 50)
+
+
+def test_a_target_of_zero_is_refused():
+    with pytest.raises(ValueError, match=r"target_kl=0"):
+        AdaptiveKLController(0.1, 0, 10)
