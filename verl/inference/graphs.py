@@ -130,8 +130,8 @@ class StepGraphs:
         self._padding_slot = len(last_tokens) - 1
         self._can_capture = True
         self._replays: dict[_Step, Callable[[], None]] = {}
-        self._too_large: set[_Step] = set()
-        """Steps whose graph did not fit into memory."""
+        self._left_out: set[_Step] = set()
+        """Steps whose capture has failed. It is not tried again: every attempt empties the allocator's cache."""
         # Inputs of the graphs. Rows beyond those of a step refer to the padding slot.
         tokens = max(self._decode_sizes[-1], self._mixed_sizes[-1])
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -199,7 +199,7 @@ class StepGraphs:
 
     def _capture(self, step: _Step) -> None:
         """Capture the graph of a step that has run, if this is possible now."""
-        if self._can_capture and step not in self._too_large:
+        if self._can_capture and step not in self._left_out:
             with self._may_capture() as permitted:
                 if permitted:
                     self._record(step)
@@ -212,11 +212,15 @@ class StepGraphs:
         except torch.OutOfMemoryError as error:
             if not self._skips_out_of_memory:
                 raise
-            self._too_large.add(step)
+            self._left_out.add(step)
             logger.warning("steps of %d tokens run without a CUDA graph, which does not fit: %s", step[1], error)
         except RuntimeError as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            if any(has_prefills == step[0] for has_prefills, _ in self._replays):
+                self._left_out.add(step)  # a step of this kind was captured: the model is not the cause
+                logger.warning("steps of %d tokens run without a CUDA graph: its capture failed: %s", step[1], reason)
+                return
             self._can_capture = False
-            reason = str(error).strip().splitlines()[0]
             logger.warning("steps of this model cannot be captured as CUDA graphs and run eagerly: %s", reason)
 
     def _run(self, step: _Step) -> None:

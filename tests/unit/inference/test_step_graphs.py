@@ -147,6 +147,21 @@ def test_a_model_that_cannot_be_captured_runs_without_padding():
     assert steps.run([1, 2, 3]) is None
 
 
+def test_a_capture_that_fails_later_leaves_out_its_own_graph_only():
+    """The model can be captured, so another thread has disturbed this capture."""
+    recorder = Recorder()
+    steps = Graphs(recorder)
+    steps.run([1])
+    recorder.error = RuntimeError("operation failed due to a previous error during capture")
+    assert steps.run([1, 2, 3]) is not None, "the step itself has run"
+    recorder.error = None
+    assert steps.run([4, 5, 6]) is not None, "at its padded size, without a graph"
+    assert (steps.graphs.captured, recorder.replayed) == (1, 0)
+    steps.run([2])
+    steps.run([1, 2, 3, 4, 5])
+    assert (steps.graphs.captured, recorder.replayed) == (2, 1)
+
+
 def test_the_largest_graphs_are_captured_first():
     steps = Graphs(Recorder())
     steps.graphs.capture_largest()
