@@ -39,4 +39,10 @@ def test_two_ranks_generate_with_adapters_as_one(tmp_path, family, changes, para
             assert torch.equal(results["generated"]["responses"], expected["responses"])
             differences = results["generated"]["rollout_log_probs"] - expected["rollout_log_probs"]
             assert differences.abs().max() < 1e-4
+            assert torch.equal(results["repaired"]["responses"], expected["responses"])
     assert "lora_" in found[1]["rejected"]
+    assert found[1]["failed"] == "no memory on this rank"
+    assert "was not received" in found[1]["missing"]
+    if parallel == 2:  # otherwise the first rank would wait for the second one
+        assert "rank 1: OutOfMemoryError: no memory on this rank" in found[0]["failed"]
+        assert "rank 1: WeightMismatchError: " in found[0]["missing"]

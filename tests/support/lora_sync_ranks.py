@@ -37,10 +37,22 @@ def run_rank(rank: int, ranks: int, folder: str, parallel: int) -> None:
     def load_changed(bucket: Any) -> None:
         load({key: value + 1e-3 if rank == ranks - 1 else value for key, value in bucket.items()})
 
-    rollout.load_bucket = load_changed  # type: ignore[method-assign]
-    try:
-        transfer.sync(3)
-    except WeightMismatchError as error:
-        results["rejected"] = str(error)
+    def load_and_fail(bucket: Any) -> None:
+        if rank == ranks - 1:
+            raise torch.OutOfMemoryError("no memory on this rank")
+        load(bucket)
+
+    def load_nothing(bucket: Any) -> None:
+        load({} if rank == ranks - 1 else bucket)
+
+    for name, changed in (("failed", load_and_fail), ("missing", load_nothing), ("rejected", load_changed)):
+        rollout.load_bucket = changed  # type: ignore[method-assign]
+        try:
+            transfer.sync(3)
+        except (WeightMismatchError, RuntimeError) as error:
+            results[name] = str(error)
+    rollout.load_bucket = load  # type: ignore[method-assign]
+    transfer.sync(4)
+    results["repaired"] = generate(rollout)
     torch.save(results, Path(folder) / f"results-{rank}-{parallel}.pt")
     rollout.close()

@@ -97,6 +97,18 @@ class TensorParallel:
         dist.all_reduce(minimum, dist.ReduceOp.MIN, group=self.cpu_group)
         return int(minimum)
 
+    def exchange_error(self, error: Exception | None) -> Exception | None:
+        """Return the error of this rank, or else one that contains those of other ranks; None if no rank has failed.
+        Every rank of the group must call this."""
+        if self.size == 1:
+            return error
+        texts: list[str | None] = [None] * self.size
+        dist.all_gather_object(texts, error and f"{type(error).__name__}: {error}", group=self.cpu_group)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        if error is not None or not failed:
+            return error
+        return RuntimeError(f"rollout: another rank of this tensor-parallel engine has failed. {'; '.join(failed)}")
+
     def send(self, message: Any) -> None:
         """Broadcast a message from the leader to the followers."""
         dist.broadcast_object_list([message], group_src=0, group=self.plan_group)

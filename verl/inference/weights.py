@@ -113,12 +113,18 @@ class EngineWeights:
             torch._foreach_copy_(destinations, sources)
 
     def verify(self, expected: Mapping[str, int]) -> None:
-        """Raise WeightMismatchError unless every weight was received and matches its fingerprint bit for bit."""
-        whole = {name for name, rows in self._received_rows.items() if rows >= len(self._rows(name))}
-        self._require_all(whole, "was not received, or not all of its rows", self._updated)
-        unchecked = sorted(set(self._received_rows) - set(expected))
-        if unchecked:
-            raise WeightMismatchError(f"weights: the trainer sent {unchecked[0]!r} without a fingerprint.")
+        """Raise WeightMismatchError unless every weight was received and matches its fingerprint bit for bit.
+
+        A collective of the ranks that share the model: an error on one of them is raised on all.
+        """
+        error: Exception | None = None
+        try:
+            self._check_received(expected)
+        except WeightMismatchError as problem:
+            error = problem
+        error = self._parallel.exchange_error(error)  # a failed rank would not take part in the sums below
+        if error is not None:
+            raise error
         actual = self._fingerprints([name for name in expected if name in self._tensors])
         wrong = [name for name, total in expected.items() if actual.get(name) != total]
         if wrong:
@@ -128,6 +134,14 @@ class EngineWeights:
                 f" there; {len(wrong)} of {len(expected)} tensors differ). The weight sync lost or changed data."
             )
         self._base_verified = bool(self._adapters)
+
+    def _check_received(self, expected: Mapping[str, int]) -> None:
+        """Raise WeightMismatchError unless all rows of all updated weights were received, with fingerprints."""
+        whole = {name for name, rows in self._received_rows.items() if rows >= len(self._rows(name))}
+        self._require_all(whole, "was not received, or not all of its rows", self._updated)
+        unchecked = sorted(set(self._received_rows) - set(expected))
+        if unchecked:
+            raise WeightMismatchError(f"weights: the trainer sent {unchecked[0]!r} without a fingerprint.")
 
     def _required(self) -> frozenset[str]:
         """Names of the tensors that the next update must contain."""

@@ -52,10 +52,11 @@ class InProcessTransfer:
             if begun:
                 rollout.fail_update(error)
             raise
-        if steps.error is not None:
+        error = rollout.exchange_error(steps.error)
+        if error is not None:
             if begun:
-                rollout.fail_update(steps.error)
-            raise steps.error
+                rollout.fail_update(error)
+            raise error
         rollout.finish_update(sent.fingerprint)
         return SyncStats(len(sent.fingerprint), sent.bytes)
 
@@ -155,7 +156,7 @@ class BroadcastReceiver:
         """Receive one version. After an error the remaining buckets are received and dropped, so that no rank waits."""
         steps, loader = StepsUntilError(), _Loader(rollout)
         try:
-            tensors, size = self._receive(steps, loader)
+            tensors, size = self._receive(rollout, steps, loader)
         except TransferLostError as error:
             steps.error = error
         if steps.error is not None:
@@ -164,7 +165,7 @@ class BroadcastReceiver:
             raise steps.error
         return SyncStats(tensors, size)
 
-    def _receive(self, steps: StepsUntilError, loader: _Loader) -> tuple[int, int]:
+    def _receive(self, rollout: BaseRollout, steps: StepsUntilError, loader: _Loader) -> tuple[int, int]:
         """Receive one version, executing each load by `steps`; return (number of tensors, bytes)."""
         size = 0
         first = self.group.broadcast_json()
@@ -176,6 +177,7 @@ class BroadcastReceiver:
             flat = self.group.broadcast(torch.empty(layout_bytes(layout), dtype=torch.uint8, device=self.group.device))
             steps.run(loader.load, {piece.key: piece.view(flat) for piece in layout})
             size += flat.numel()
+        steps.error = rollout.exchange_error(steps.error)
         steps.run(loader.finish, header)
         self.group.failed_members(steps.error is not None)
         return len(header.get("fingerprint", ())), size

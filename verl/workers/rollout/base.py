@@ -154,6 +154,11 @@ class BaseRollout(ABC):
     def fail_update(self, error: Exception) -> None:
         """End a failed update, instead of `finish_update`: unfinished requests fail with `error`."""
 
+    def exchange_error(self, error: Exception | None) -> Exception | None:
+        """Return this rank's error of an update before `finish_update`, or that of another rank of its engine; None if
+        there is none. All ranks that share an engine must call it, because they finish an update together."""
+        return error
+
     @keyword_aliases(iterator="weights")
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
         """Update all weights from (HF name, tensor) pairs. `version` defaults to the current version plus 1."""

@@ -182,7 +182,9 @@ class EmbeddedRollout(BaseRollout):
         self._loop.resume("update")
 
     def fail_update(self, error: Exception) -> None:
-        """See `BaseRollout.fail_update`: some weights may be overwritten already."""
+        """See `BaseRollout.fail_update`: some weights may be overwritten already. Repeated calls have no effect."""
+        if self._pending_version is None:
+            return
         self._unusable_reason = f"The update to version {self._pending_version} failed: {error}"
         self._pending_version = None
         self._loop.fail(error)

@@ -41,7 +41,7 @@ class NativeRollout(EmbeddedRollout):
         elif model_config.lora_rank:
             logger.info("rollout: LoRA adapters are merged before every weight sync (engine_kwargs.native.merge_lora)")
         self._regions = (built.kv.region, built.model.region)
-        self._scheduler, self._runner = built.engine.scheduler, built.runner
+        self._scheduler, self._runner, self._parallel = built.engine.scheduler, built.runner, built.parallel
         super().__init__(
             config,
             built.device,
@@ -61,6 +61,9 @@ class NativeRollout(EmbeddedRollout):
     def _preemptions(self) -> int:
         """Return the number of preempted sequences so far."""
         return self._scheduler.num_preempted
+
+    def exchange_error(self, error: Exception | None) -> Exception | None:
+        return self._parallel.exchange_error(error)
 
     def _cuda_graphs(self) -> int:
         return self._runner.captured_graphs
