@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -126,12 +126,13 @@ MASK = "[secret]"
 # Names of secrets. `token` alone is not one of them: most keys with this word count tokens.
 _SECRET = re.compile(
     r"(^|_)(api_?key|(access|private|secret|account|signing)_key|secret|password|passwd|credentials?|alert_url"
-    r"|(auth|access|api|bearer|session|refresh|hf|hub|github|gitlab)_token)$",
+    r"|(auth|access|api|bearer|session|refresh|hf|hub|github|gitlab)_token)$"
+    r"|(?-i:^[A-Z0-9_]+_TOKEN$)",  # environment variables
     re.I,
 )
-# Parts of URLs that authenticate: user and password, and parameters.
+# Parts of URLs that authenticate: user and password (or a token without password), and parameters.
 _SECRET_OF_URL = re.compile(
-    r"(?P<before>://)[^/\s@]+:[^/\s@]+(?=@)"
+    r"(?P<before>://)[^/?#\s]+(?=@)"
     r"|(?P<parameter>[?&](?:key|api_?key|token|access_token|auth|sig|signature|secret|password)=)[^&#\s]+",
     re.I,
 )
@@ -148,3 +149,13 @@ def mask_secrets(value: Any) -> Any:
     if isinstance(value, str):
         return _SECRET_OF_URL.sub(lambda found: f"{found['before'] or found['parameter']}{MASK}", value)
     return [mask_secrets(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def mask_arguments(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command, in which secrets (see `mask_secrets`) are replaced by `[secret]`."""
+    masked = []
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        is_secret = value and _SECRET.search(key.rpartition(".")[2].replace("-", "_"))
+        masked.append(f"{key}={MASK}" if is_secret else mask_secrets(argument))
+    return masked

@@ -29,6 +29,7 @@ from verl.utils.checkpoint.folders import has_expected_sizes, newest_first, step
 from verl.utils.exceptions import RemoteTraceback, annotate_error, cause_chain
 from verl.utils.fs import expand_path
 from verl.utils.logging_setup import set_fallback_file
+from verl.utils.py_functional import mask_arguments
 from verl.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -355,7 +356,7 @@ def _write_traceback(error: Exception) -> str | None:
     name = f"error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     head = [
         f"{time.strftime('%Y-%m-%d %H:%M:%S')} on {platform.node()}, verl {__version__}",
-        f"command: {' '.join(sys.argv)}",
+        f"command: {' '.join(mask_arguments(sys.argv))}",
         "",
     ]
     text = "\n".join(head) + "".join(traceback.format_exception(type(error), error, error.__traceback__))

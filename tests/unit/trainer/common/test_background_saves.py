@@ -32,7 +32,6 @@ KILLED_AT_EVERY_OPERATION = """
 import json, os, shutil, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from types import SimpleNamespace
 from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.local import LocalWorkerGroup
