@@ -9,12 +9,14 @@ damaged file: its kernels are compiled again.
 from __future__ import annotations
 
 import fcntl
+import getpass
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
 import platform
+import re
 import shutil
 import stat
 import tempfile
@@ -66,10 +68,16 @@ def open_compile_cache(max_bytes: int = MAX_BYTES) -> Path | None:
 def _is_set(name: str) -> bool:
     """Whether the user has set this variable. Importing the compiler sets it to torch's default place."""
     value = os.environ.get(name)
-    if not value:
-        return False
-    path = Path(value)
-    return not (path.parent == Path(tempfile.gettempdir()) and path.name.startswith("torchinductor_"))
+    return bool(value) and value != _torch_default()
+
+
+def _torch_default() -> str:
+    """Return the folder that torch 2.13 uses (`torch._inductor.runtime.cache_dir_utils`), without importing it."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):  # a user without a name
+        user = f"uid_{os.getuid()}"
+    return os.path.join(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
 def _versions() -> str:

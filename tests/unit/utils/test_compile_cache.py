@@ -57,6 +57,18 @@ def test_a_folder_that_the_user_has_set_is_kept(root, monkeypatch):
     assert (os.environ[INDUCTOR], os.environ[TRITON]) == (str(folder / "inductor"), "/of/the/user")
 
 
+def test_only_the_default_of_torch_is_replaced(root, monkeypatch):
+    """Importing the compiler sets the variable to it, also for the processes that this one starts."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv(INDUCTOR, default_cache_dir() + "_experiment")
+    open_compile_cache()
+    assert os.environ[INDUCTOR] == default_cache_dir() + "_experiment"
+    monkeypatch.setenv(INDUCTOR, default_cache_dir())
+    assert open_compile_cache() is not None
+    assert Path(os.environ[INDUCTOR]).is_relative_to(root)
+
+
 def test_a_folder_that_others_can_write_to_is_not_used(root, caplog):
     root.mkdir(mode=0o777)
     root.chmod(0o777)
