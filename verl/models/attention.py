@@ -362,6 +362,7 @@ def _(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: tor
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *tensors, ctx.scale, ctx.left = inputs
     ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[1])
 
 
 def _tree_gradients(ctx: Any, gradient: torch.Tensor, _: torch.Tensor | None) -> tuple[Any, ...]:
