@@ -60,6 +60,10 @@ def test_adapters_are_checked_until_their_effect_is_measurable(tmp_path, monkeyp
     with started(tmp_path, "actor_rollout_ref.model.lora_rank=4") as (groups, probe):
         worker, results, measure = policy_worker(groups.actor), {}, probe.measure
         sync, version = WeightSync(groups, probe), 0
+        infer, passes = worker.engine.infer, []
+        monkeypatch.setattr(
+            worker.engine, "infer", lambda data, *args: passes.append(data.meta_info["eager"]) or infer(data, *args)
+        )
         monkeypatch.setattr(probe, "measure", lambda: results.setdefault(version, measure()))
         for version in range(12):
             if version in (6, 9):
@@ -70,6 +74,7 @@ def test_adapters_are_checked_until_their_effect_is_measurable(tmp_path, monkeyp
         assert all(result.difference < 1e-5 for result in results.values())
         assert [result.adapter_share for result in results.values()][:3] == [None] * 3
         assert results[7].adapter_share == pytest.approx(1, abs=0.01)
+        assert passes == [True] * 8, "two passes of each check, for which nothing is compiled"
 
         groups.engine_starts += 1
         version = 12

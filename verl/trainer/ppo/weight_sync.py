@@ -284,9 +284,10 @@ class EngineProbe:
         prompts = self._prompts()
         batch = self._rollouts.generate(prompts, prompts.meta_info)
         columns_read = ["rollout_log_probs", "old_log_probs", "response_mask"]
-        batch = batch.union(self._groups.infer(self._groups.actor.compute_log_prob, batch, "actor"))
+        # Not compiled: training may never run these passes, and compiling them takes longer than a step.
+        batch = batch.union(self._groups.infer(self._groups.actor.compute_log_prob, batch, "actor", eager=True))
         if self._has_adapters:
-            batch = batch.union(self._groups.infer(self._groups.actor.compute_ref_log_prob, batch, "ref"))
+            batch = batch.union(self._groups.infer(self._groups.actor.compute_ref_log_prob, batch, "ref", eager=True))
             columns_read.append("ref_log_prob")
         columns = local_columns(batch, columns_read, ()).batch
         mask = columns["response_mask"].bool()

@@ -270,16 +270,18 @@ class WorkerGroups:
         required = flops / (duration * self.actor.world_size * self.device_flops)
         return {"perf/mfu/actor": required, "perf/mfu/actor_computed": (1 - saving) * required}
 
-    def infer(self, method: Callable[..., Any], batch: DataProto, role: str) -> DataProto:
+    def infer(self, method: Callable[..., Any], batch: DataProto, role: str, eager: bool = False) -> DataProto:
         """Run a forward pass without update over the batch; return its result columns in the row order of `batch`.
 
-        `method`: method of a worker group. `role`: key of `dp_sizes`.
+        `method`: method of a worker group. `role`: key of `dp_sizes`. `eager`: compile nothing for this pass.
         """
         costs, rows = row_costs(batch, self._cost), [np.arange(len(batch))]
         shared = self._shared_costs(batch, costs, role)
         balanced = balance_rows(costs, rows, self.dp_sizes[role], self._config.trainer.balance_batch, shared)
         sent = select_read_by(batch, *_INFER_CALLS.get(role, ("infer",))).select_idxs(balanced.order)
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
+        if eager:
+            sent.meta_info["eager"] = True
         if role == "critic":
             sent.meta_info["last_value"] = self._config.algorithm.truncated_responses == "bootstrap"
         with self._generation_paused_for(role):

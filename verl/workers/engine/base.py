@@ -143,6 +143,8 @@ class TrainEngine(Protocol):
     ) -> DataProto:
         """Return the fields without gradient, on the CPU, in the row order of `data`.
 
+        With `meta_info["eager"]` nothing is compiled for this pass.
+
         With `top_k`, a causal LM also returns `top_ids` and `top_log_probs` [B, R, top_k]: the most likely tokens at
         each position in descending order.
         """

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
+from tests.support.lora_cases import perturb_lora_b
 from tests.support.tiny import tiny_model
 from tests.unit.models.test_tree_attention import exact_backward, exact_forward
 from verl.models import attention
@@ -22,7 +23,7 @@ from verl.models.loading import outermost_layers
 from verl.models.shared_prefixes import TreePacking
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.base_engine import compile_each_layer, compiled_graphs
+from verl.workers.engine.common.base_engine import compiled_graphs
 from verl.workers.engine.common.prefix_sharing import PrefixSharing
 
 STEPS, SETTLED = 16, 3
@@ -145,7 +146,7 @@ def test_no_pass_after_the_first_steps_compiles_again(sharing, checkpointing, ke
     """Among them passes of one sequence, and with shared prefixes micro-batches without any."""
     engine = make_engine(tiny_model(), enable_gradient_checkpointing=checkpointing)
     engine.prefix_sharing = PrefixSharing(sharing, engine._cost, compiled=True)
-    compile_each_layer(outermost_layers(engine.model.hf))
+    engine._compile_layers()
     dice, before, graphs = random.Random(7), compiled_graphs(), []
     for step in range(STEPS):
         # First the special sizes, for which a compiler may generate code that is only valid for them.
@@ -158,6 +159,55 @@ def test_no_pass_after_the_first_steps_compiles_again(sharing, checkpointing, ke
     assert graphs[0] > 0
     assert graphs[SETTLED - 1 :] == [graphs[-1]] * (STEPS - SETTLED + 1), graphs
     assert graphs[-1] == 2, "with and without gradient"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_layers_with_adapters_share_the_code(checkpointing, kernels):
+    """The policy, its base weights and the update; also after changes of sizes."""
+    engine = make_engine(tiny_model(num_hidden_layers=4), lora_rank=4, enable_gradient_checkpointing=checkpointing)
+    engine.prefix_sharing, engine._compiled = PrefixSharing("true", engine._cost, compiled=True), True
+    engine._compile_layers()
+    before, graphs = compiled_graphs(), []
+    for step, (rows, group) in enumerate(((1, 1), (8, 4), (5, 8), (3, 2))):
+        data, micro = batch(step, rows, group), MicroBatching(size=3)
+        data.meta_info["eager"] = True
+        probed = engine.infer(data, ["log_probs"], micro=micro).batch["log_probs"]
+        assert step or compiled_graphs() == before
+        data.meta_info["eager"] = False
+        torch.testing.assert_close(engine.infer(data, ["log_probs"], micro=micro).batch["log_probs"], probed)
+        with engine.base_weights():
+            engine.infer(data, ["log_probs"], micro=micro)
+        engine.forward_backward(data, token_loss, ["log_probs"], micro=micro)
+        engine.optimizer_step()
+        graphs.append(compiled_graphs() - before)
+    assert graphs == [3] * 4, "with and without adapters, and with gradient"
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_trees_have_the_gradients_of_plain_rows(checkpointing, rank, kernels, monkeypatch):
+    """Of the operator as the compiler differentiates it: with recomputation, and weights that have no gradient."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(_compile_by_aot))
+    data, results = batch(3, 6, 4), []
+    for sharing in ("false", "true"):
+        engine = make_engine(tiny_model(seed=3), lora_rank=rank, enable_gradient_checkpointing=checkpointing)
+        if rank:
+            perturb_lora_b(engine)
+        if sharing == "true":
+            engine.prefix_sharing = PrefixSharing(sharing, engine._cost, compiled=True)
+            engine._compile_layers()
+        micro = MicroBatching(size=4)
+        fields = engine.infer(data, ["log_probs"], micro=micro).batch["log_probs"]
+        engine.forward_backward(data, token_loss, ["log_probs"], micro=micro)
+        results.append({"log_probs": fields, **engine_gradients(engine)})
+    plain, compiled = results
+    assert plain.keys() == compiled.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-5)
+
+
+def _compile_by_aot(module: nn.Module, dynamic: bool, options: Any) -> None:
+    module._compiled_call_impl = torch.compile(module._call_impl, dynamic=dynamic, backend="aot_eager")
 
 
 def test_compiled_passes_use_prefix_trees_for_all_rows_with_equal_results(kernels):

@@ -284,7 +284,8 @@ class BaseTrainEngine(EngineCheckpointMixin):
         inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
         expect(len(data))
         outputs = [*outputs, *(TOP_K_FIELDS if top_k else ())]
-        fields = self._infer_fields(inputs, outputs, temperature, micro, top_k)
+        with force_eager(self._compiled and bool(data.meta_info.get("eager"))):
+            fields = self._infer_fields(inputs, outputs, temperature, micro, top_k)
         return DataProto.from_dict(fields) if fields else DataProto()
 
     @torch.no_grad()

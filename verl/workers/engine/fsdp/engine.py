@@ -123,7 +123,7 @@ class FSDPEngine(BaseTrainEngine):
         if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
             sharding.checkpoint_activations(self.model)
         if self._compiled:
-            compile_each_layer(outermost_layers(self.model.hf))
+            self._compile_layers()
         self._optimizer: ShardedAdamW | None = None
         if optim is not None:
             trained = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
@@ -226,6 +226,13 @@ class FSDPEngine(BaseTrainEngine):
         reshard, prefetch = engine_config.reshard_after_forward, bool(engine_config.forward_prefetch)
         self._one_group = sharding.shard(self.model, self.mesh, self.compute_dtype, reshard, prefetch)
         sharding.load_weights(self.model.hf, source, node, self.device, self._adapters)
+
+    def _compile_layers(self) -> None:
+        if self._adapters is not None:
+            # Behind frozen embeddings, the first layer would need code of its own: a backward pass without the gradient
+            # of its input.
+            sharding.require_input_gradients(self.model)
+        compile_each_layer(outermost_layers(self.model.hf))
 
     @contextmanager
     def _inference(self) -> Iterator[None]:

@@ -96,11 +96,15 @@ def checkpoint_activations(model: ResponseModel) -> None:
     base.gradient_checkpointing_enable({"use_reentrant": False})
     # Its hook also marks inputs of passes without gradient, for which a compiled first layer needs its own graph.
     base.disable_input_require_grads()
-    base.get_input_embeddings().register_forward_hook(_require_grad)
+    require_input_gradients(model)
+
+
+def require_input_gradients(model: ResponseModel) -> None:
+    """In passes with gradient, let the first layer's input require one even if the embeddings are frozen."""
+    model.hf.base_model.get_input_embeddings().register_forward_hook(_require_grad)
 
 
 def _require_grad(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
-    """Forward hook of embeddings: the first layer's input requires a gradient even if the embeddings are frozen."""
     if torch.is_grad_enabled():
         output.requires_grad_(True)
 
