@@ -29,7 +29,7 @@ from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, as_co
 from verl.models.shared_prefixes import PrefixTree
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.prefix_sharing import find_shared_prefixes
+from verl.workers.engine.common.prefix_sharing import build_prefix_tree
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.roles.policy_loss import PolicyLoss
 
@@ -151,7 +151,7 @@ class Case:
         lengths, responses = mask.sum(1).numpy(), self.data.batch["response_mask"].sum(1).numpy()
         cost = engine._cost
         self.tokens, self.operations = int(lengths.sum()), float(cost(lengths, responses).sum())
-        prefixes = find_shared_prefixes(self.data)
+        prefixes = build_prefix_tree(self.data)
         self.fewest_tokens = PrefixTree(prefixes.lengths, prefixes.shared).total
         self.fewest_operations = self.operations - float(cost(prefixes.shared).sum())
         self._passes = 0

@@ -107,7 +107,9 @@ class TreeArguments(NamedTuple):
     @staticmethod
     def of(parts: TreeParts, device: torch.device) -> TreeArguments:
         index = np.concatenate([parts.path_keys, parts.prefix_queries, parts.prefix_keys])
-        starts = np.concatenate([parts.nodes, parts.paths, parts.prefix_query_starts, parts.prefix_key_starts])
+        starts = np.concatenate(
+            [parts.node_starts, parts.path_starts, parts.prefix_query_starts, parts.prefix_key_starts]
+        )
         lengths = [len(part) for part in parts[:7]]
         tensors = torch.from_numpy(index), torch.from_numpy(starts)
         index_on_device, starts_on_device = copy_to_device(tensors, device)
@@ -132,9 +134,9 @@ class TreeParts(NamedTuple):
     by `merge`."""
     prefix_keys: Any
     """[m]: the shared tokens of each group."""
-    nodes: Any
+    node_starts: Any
     """[nodes + 1]: first computed token of each node; then their number."""
-    paths: Any
+    path_starts: Any
     """[nodes + 1]: where the paths begin in `path_keys`."""
     prefix_query_starts: Any
     prefix_key_starts: Any
@@ -149,12 +151,12 @@ class TreeParts(NamedTuple):
     @property
     def node_seqlens(self) -> Seqlens:
         """Of every node alone."""
-        return self.nodes, self.nodes, self.longest_node, self.longest_node
+        return self.node_starts, self.node_starts, self.longest_node, self.longest_node
 
     @property
     def path_seqlens(self) -> Seqlens:
         """Of nodes (queries) and paths (keys)."""
-        return self.nodes, self.paths, self.longest_node, self.longest_path
+        return self.node_starts, self.path_starts, self.longest_node, self.longest_path
 
     @property
     def prefix_seqlens(self) -> Seqlens:
@@ -221,8 +223,8 @@ class TreePacking(Packing):
             path_keys=np.concatenate([tree.paths[row] for row in rows]),
             prefix_queries=queries,
             prefix_keys=prefix_keys,
-            nodes=_starts(tree.node_lengths[rows]),
-            paths=_starts(tree.lengths[rows]),
+            node_starts=_starts(tree.node_lengths[rows]),
+            path_starts=_starts(tree.lengths[rows]),
             prefix_query_starts=_starts(query_counts),
             prefix_key_starts=_starts(key_counts),
             longest_node=self.max_length,

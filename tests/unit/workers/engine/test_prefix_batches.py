@@ -16,9 +16,9 @@ from verl.utils.balancing import COST_PER_TOKEN, SequenceCost
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.micro_batches import SET_COLUMN, micro_batches
 from verl.workers.engine.common.prefix_sharing import (
+    BatchPrefixTree,
     PrefixSharing,
-    SharedPrefixes,
-    find_shared_prefixes,
+    build_prefix_tree,
     shared_micro_batch_rows,
 )
 
@@ -32,7 +32,7 @@ def prefixes_of(draw, most=9):
         shared.append(draw(st.integers(0, lengths[-1])))
         lengths.append(max(1, shared[-1] + draw(st.integers(0, 6))))
     order = draw(st.permutations(range(len(lengths))))
-    return SharedPrefixes(np.array(order), np.array(shared), np.array(lengths))
+    return BatchPrefixTree(np.array(order), np.array(shared), np.array(lengths))
 
 
 def range_sum(values, shared, first, end):
@@ -47,7 +47,7 @@ def group(prompt, response, answers, first_row=0):
 def test_whole_groups_are_kept_together_if_they_fit():
     """Three groups of 10 + 3 * 2 computed tokens; two of them fit into 32."""
     lengths, shared = (3 * part for part in group(10, 2, 3))
-    rows = SharedPrefixes(np.arange(9), np.array(shared), np.array(lengths))
+    rows = BatchPrefixTree(np.arange(9), np.array(shared), np.array(lengths))
     assert shared_micro_batch_rows(rows, MicroBatching(max_tokens=32), COST_PER_TOKEN) == [
         [3, 4, 5, 6, 7, 8],
         [0, 1, 2],
@@ -63,7 +63,7 @@ def test_whole_groups_are_kept_together_if_they_fit():
 def test_a_long_prompt_is_not_repeated_to_save_a_micro_batch(prompt, micro_batches):
     """Three groups of four responses fit into two micro-batches if the second group is split."""
     lengths, shared = (3 * part for part in group(prompt, 100, 4))
-    rows = SharedPrefixes(np.arange(12), np.array(shared), np.array(lengths))
+    rows = BatchPrefixTree(np.arange(12), np.array(shared), np.array(lengths))
     budget = (3 * (prompt + 400) + prompt) // 2
     parts = shared_micro_batch_rows(rows, MicroBatching(max_tokens=budget), COST_PER_TOKEN)
     assert len(parts) == micro_batches
@@ -71,7 +71,7 @@ def test_a_long_prompt_is_not_repeated_to_save_a_micro_batch(prompt, micro_batch
 
 def test_a_group_over_the_budget_is_split_evenly_and_repeats_its_prompt():
     lengths, shared = group(10, 4, 6)
-    rows = SharedPrefixes(np.arange(6), np.array(shared), np.array(lengths))
+    rows = BatchPrefixTree(np.arange(6), np.array(shared), np.array(lengths))
     assert shared_micro_batch_rows(rows, MicroBatching(max_tokens=26), COST_PER_TOKEN) == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -84,7 +84,7 @@ def test_response_tokens_of_a_micro_batch_are_within_the_budget_too():
             "responses": torch.arange(5, 11).expand(8, 6),
         }
     )
-    prefixes = find_shared_prefixes(same)
+    prefixes = build_prefix_tree(same)
     parts = shared_micro_batch_rows(prefixes, MicroBatching(max_tokens=25), COST_PER_TOKEN)
     assert sorted(len(part) for part in parts) == [4, 4]
     same.batch[SET_COLUMN] = torch.arange(8)
@@ -135,7 +135,7 @@ def test_the_split_is_the_cheapest_of_all_ranges(rows, budget):
 
 def test_single_rows_are_balanced_by_cost_where_nothing_is_lost():
     """Eight rows of 10 tokens within 50 tokens: 4 + 4, not 5 + 3."""
-    rows = SharedPrefixes(np.arange(8), np.zeros(8, dtype=np.int64), np.full(8, 10))
+    rows = BatchPrefixTree(np.arange(8), np.zeros(8, dtype=np.int64), np.full(8, 10))
     parts = shared_micro_batch_rows(rows, MicroBatching(max_tokens=50), COST_PER_TOKEN)
     assert [len(part) for part in parts] == [4, 4]
     assert [len(part) for part in shared_micro_batch_rows(rows, MicroBatching(size=3), COST_PER_TOKEN)] == [3, 3, 2]
@@ -145,8 +145,8 @@ def test_saving_counts_the_distinct_prefixes():
     for name in BATCHES:
         data = shared_batch(name)
         tokens = int(data.batch["attention_mask"].sum())
-        assert tokens * (1 - find_shared_prefixes(data).saving) == pytest.approx(computed_tokens(name))
-    assert find_shared_prefixes(data[:0]).saving == 0
+        assert tokens * (1 - build_prefix_tree(data).saving) == pytest.approx(computed_tokens(name))
+    assert build_prefix_tree(data[:0]).saving == 0
 
 
 def test_auto_needs_a_tenth_and_true_any_shared_token():

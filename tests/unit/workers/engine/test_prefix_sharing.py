@@ -35,7 +35,7 @@ from verl.models.shared_prefixes import share_prefixes
 from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.micro_batches import local_counts
-from verl.workers.engine.common.prefix_sharing import PrefixSharing, find_shared_prefixes, supported_mode
+from verl.workers.engine.common.prefix_sharing import PrefixSharing, build_prefix_tree, supported_mode
 from verl.workers.roles.policy_loss import PolicyLoss
 
 CPU = torch.device("cpu")
@@ -257,7 +257,7 @@ def test_the_operations_that_were_not_computed(expands_rows):
     saved, required = run(engine, data, MicroBatching())[1]["prefix_saving_flops"]
     lengths = data.batch["attention_mask"].sum(1).numpy()
     assert required == cost(lengths, data.batch["attention_mask"][:, -RESPONSE:].sum(1)).sum()
-    shared = find_shared_prefixes(data).shared
+    shared = build_prefix_tree(data).shared
     assert saved == (10 * shared if expands_rows else cost(shared)).sum()
 
 

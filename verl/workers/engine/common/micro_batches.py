@@ -21,7 +21,7 @@ from verl.utils.balancing import (
     roundup_divisible,
 )
 from verl.workers.engine.base import Counts, Metrics, MicroBatching
-from verl.workers.engine.common.prefix_sharing import SharedPrefixes, shared_micro_batch_rows
+from verl.workers.engine.common.prefix_sharing import BatchPrefixTree, shared_micro_batch_rows
 
 _Part = TypeVar("_Part")
 
@@ -34,10 +34,10 @@ def micro_batches(
     micro: MicroBatching,
     cost: SequenceCost,
     max_over_ranks: Callable[[int], int],
-    prefixes: SharedPrefixes | None = None,
+    tree: BatchPrefixTree | None = None,
 ) -> Iterator[tuple[DataProto, list[int] | None]]:
     """Yield each micro-batch with its row indices. `max_over_ranks` returns the maximum of a number over all ranks.
-    With `prefixes`, rows that share tokens are kept together and limits count computed tokens.
+    With the prefix `tree` of the batch, rows that share tokens are kept together and limits count computed tokens.
 
     All ranks yield the same number of micro-batches: a rank with fewer splits its rows further, and adds fillers (with
     indices None) only if it has fewer rows (or sets, see `SET_COLUMN`) than other ranks have micro-batches.
@@ -46,13 +46,13 @@ def micro_batches(
     together = data.batch[SET_COLUMN].tolist() if SET_COLUMN in data.batch.keys() else None
 
     def split(at_least: int) -> list[list[int]]:
-        if prefixes is None:
+        if tree is None:
             return micro_batch_rows(lengths, micro, cost, at_least, together)
         if together is None:
-            return shared_micro_batch_rows(prefixes, micro, cost, at_least)
-        shared = prefixes.shared_within(together)
+            return shared_micro_batch_rows(tree, micro, cost, at_least)
+        shared = tree.shared_within(together)
         costs = (cost(lengths) - cost(shared)).tolist()
-        return _split_sets(prefixes.budget_tokens(shared).tolist(), micro, costs, at_least, together)
+        return _split_sets(tree.budget_tokens(shared).tolist(), micro, costs, at_least, together)
 
     parts = split(1)
     count = max_over_ranks(len(parts))

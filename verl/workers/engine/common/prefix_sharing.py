@@ -27,8 +27,8 @@ _MICRO_BATCH_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class SharedPrefixes:
-    """Rows in depth-first order of their prefix tree (see `verl.models.shared_prefixes`)."""
+class BatchPrefixTree:
+    """The prefix tree of the rows of a batch, which are divided into micro-batches with a `PrefixTree` each."""
 
     order: np.ndarray
     """[b]: index of each row in the batch."""
@@ -72,7 +72,7 @@ class SharedPrefixes:
 
 
 def shared_micro_batch_rows(
-    prefixes: SharedPrefixes, micro: MicroBatching, cost: SequenceCost, at_least: int = 1
+    tree: BatchPrefixTree, micro: MicroBatching, cost: SequenceCost, at_least: int = 1
 ) -> list[list[int]]:
     """Return the row indices of each micro-batch, in descending order of cost; every row occurs once.
 
@@ -82,10 +82,10 @@ def shared_micro_batch_rows(
     that they repeat is minimal for ranges; there are `at_least` if there are enough rows. Within a small tolerance, the
     costs are balanced, so that all ranks are busy for about the same time.
     """
-    lengths, shared = prefixes.lengths, prefixes.shared
+    lengths, shared = tree.lengths, tree.shared
     if micro.max_tokens is not None:
-        computed = lengths if prefixes.expands_rows else lengths - shared
-        sizes = [_RangeSums(lengths, computed), _RangeSums(prefixes.response_tokens, prefixes.response_tokens)]
+        computed = lengths if tree.expands_rows else lengths - shared
+        sizes = [_RangeSums(lengths, computed), _RangeSums(tree.response_tokens, tree.response_tokens)]
     else:
         sizes = [_RangeSums(np.ones_like(lengths), np.ones_like(lengths))]
     costs = _RangeSums(cost(lengths), cost(lengths) - cost(shared))
@@ -93,7 +93,7 @@ def shared_micro_batch_rows(
     within_limit = np.maximum.reduce([size.earliest_starts(limit) for size in sizes])
     cuts = _cheapest_cuts(within_limit, costs, float(cost(_MICRO_BATCH_TOKENS)), min(at_least, len(lengths)))
     parts = sorted(pairwise(cuts), key=lambda part: (-costs.of(*part), part))
-    return [prefixes.order[first:end].tolist() for first, end in parts]
+    return [tree.order[first:end].tolist() for first, end in parts]
 
 
 class _RangeSums:
@@ -208,16 +208,16 @@ class PrefixSharing:
         """Tokens of the current pass: of all rows, and those computed."""
         self._row_work = self._saved_work = 0.0
 
-    def begin(self, data: DataProto) -> SharedPrefixes | None:
-        """Start a pass over `data`. Returns the common prefixes of its rows; None if they are not shared."""
+    def begin(self, data: DataProto) -> BatchPrefixTree | None:
+        """Start a pass over `data`. Returns the prefix tree of its rows; None if prefixes are not shared."""
         self.row_tokens = self.computed_tokens = 0
         self._row_work = self._saved_work = 0.0
         self._active = False
         if self.mode == "false":
             return None
-        prefixes = replace(find_shared_prefixes(data, self._experts(data)), expands_rows=self.expands_rows)
-        self._active = prefixes.saving > 0 and (self.mode == "true" or prefixes.saving >= PREFIX_MIN_SAVING)
-        return prefixes if self._active else None
+        tree = replace(build_prefix_tree(data, self._experts(data)), expands_rows=self.expands_rows)
+        self._active = tree.saving > 0 and (self.mode == "true" or tree.saving >= PREFIX_MIN_SAVING)
+        return tree if self._active else None
 
     def apply(self, rows: PackedRows, part: DataProto, filler: bool = False) -> PackedRows:
         """Return the packed rows of micro-batch `part` with common prefixes computed once, if this pass shares them."""
@@ -250,8 +250,8 @@ class PrefixSharing:
         return data.batch[ROUTED_EXPERTS] if self._replays_experts and ROUTED_EXPERTS in data.batch.keys() else None
 
 
-def find_shared_prefixes(data: DataProto, experts: torch.Tensor | None = None) -> SharedPrefixes:
-    """Return the common prefixes of the rows. `experts` [rows, columns, ...]: tokens are shared only if these agree."""
+def build_prefix_tree(data: DataProto, experts: torch.Tensor | None = None) -> BatchPrefixTree:
+    """Return the prefix tree of the rows. `experts` [rows, columns, ...]: tokens are shared only if these agree."""
     mask = packed_tokens(data.batch["attention_mask"])
     rows = []
     for row, packed in enumerate(mask):  # one row at a time: bytes of all experts may need gigabytes
@@ -262,4 +262,4 @@ def find_shared_prefixes(data: DataProto, experts: torch.Tensor | None = None) -
     order, shared = prefix_order(rows, width)
     columns = data.batch["responses"].shape[1] if "responses" in data.batch.keys() else 0
     responses = data.batch["attention_mask"][:, mask.shape[1] - columns :].sum(dim=1).numpy()
-    return SharedPrefixes(order, shared, lengths[order], responses[order])
+    return BatchPrefixTree(order, shared, lengths[order], responses[order])

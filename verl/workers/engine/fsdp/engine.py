@@ -94,13 +94,13 @@ class FSDPEngine(BaseTrainEngine):
         - `prefix_sharing`: true, false or auto; compute common prefixes of rows once, with auto if that saves enough.
         """
         self._init_common(model, kind, model_config, engine_config.mixed_precision, device, grad_clip)
-        self._sharing = sharding.sequence_parallel(self.device, sequence_parallel_size)
+        self._sequence_parallel = sharding.sequence_parallel(self.device, sequence_parallel_size)
         self.dp_rank = dist.get_rank() // sequence_parallel_size
         self.dp_size = dist.get_world_size() // sequence_parallel_size
-        self.collects = self._sharing is None or self._sharing.rank == 0
+        self.collects = self._sequence_parallel is None or self._sequence_parallel.rank == 0
         self.mesh = sharding.build_mesh(self.device, engine_config.fsdp_size)
-        if self._sharing is not None:
-            check_heads(self.hf_config, self._sharing.size)
+        if self._sequence_parallel is not None:
+            check_heads(self.hf_config, self._sequence_parallel.size)
         if self.device.type == "cuda":
             obstacle = precision_obstacle(engine_config.mixed_precision)
             obstacle = obstacle or sharing_obstacle(self.hf_config.get_text_config())
@@ -109,7 +109,7 @@ class FSDPEngine(BaseTrainEngine):
         compile_layers = compile_layers and self.device.type == "cuda"
         # Measuring expert load is cheap, but its hooks would interrupt compiled layers.
         measure = optim is not None and not compile_layers
-        self._routers = HFRouters.create(self.model.hf, self._sharing, self.device, router_replay, measure)
+        self._routers = HFRouters.create(self.model.hf, self._sequence_parallel, self.device, router_replay, measure)
         with self._inference():
             check_head(self.model, self.device)
             self._packs = model_config.use_remove_padding and enable_packed_attention(self.model, self.device)
@@ -142,7 +142,7 @@ class FSDPEngine(BaseTrainEngine):
     def _require_no_packing(self, router_replay: bool, prefix_sharing: str) -> None:
         """Raise ValueError for a feature that requires packed tokens."""
         requirements = {
-            "ulysses_sequence_parallel_size": (self._sharing is not None, "1"),
+            "ulysses_sequence_parallel_size": (self._sequence_parallel is not None, "1"),
             "router_replay.mode": (router_replay, "disabled"),
             "use_prefix_grouper": (prefix_sharing == "true", "False"),
         }
@@ -250,11 +250,9 @@ class FSDPEngine(BaseTrainEngine):
 
     def _micro_batches(self, run: ModelPass) -> Iterator[tuple[DataProto, list[int] | None]]:
         """Yield each micro-batch with its row indices, which are None for a filler."""
-        micro = run.micro.scaled_by(self._sharing.size if self._sharing else 1)
-        prefixes = self.prefix_sharing.begin(run.data)
-        return micro_batches(
-            run.data, micro, self._cost, lambda count: groups.max_over_ranks(count, self.device), prefixes
-        )
+        micro = run.micro.scaled_by(self._sequence_parallel.size if self._sequence_parallel else 1)
+        tree = self.prefix_sharing.begin(run.data)
+        return micro_batches(run.data, micro, self._cost, lambda count: groups.max_over_ranks(count, self.device), tree)
 
     def _forward(self, part: DataProto, run: ModelPass, filler: bool) -> dict[str, torch.Tensor]:
         """Return the fields of one micro-batch, on the device."""
@@ -266,8 +264,8 @@ class FSDPEngine(BaseTrainEngine):
             rows = self.prefix_sharing.apply(rows, part, filler)
         if "other_log_probs" in run.fields:
             rows = with_alternatives(rows, batch[TEACHER_TOP_IDS])
-        if self._sharing is not None:
-            rows = sequence_parallel_rows(rows, self._sharing)
+        if self._sequence_parallel is not None:
+            rows = sequence_parallel_rows(rows, self._sequence_parallel)
         if self._routers is not None:
             self._routers.begin(part, rows.packing, filler, run.record_routing)
         with explain_compile_errors(self._compiled, type(self.model.hf).__name__):
@@ -284,12 +282,12 @@ _MAX_WEIGHT_ERROR = 0.02
 class HFRouters(Routers):
     """The routers of all layers. Recomputed activations use the routes of the pass they belong to."""
 
-    def __init__(self, hf: nn.Module, sharing: SequenceParallel | None, device: torch.device, replay: bool) -> None:
+    def __init__(self, hf: nn.Module, parallel: SequenceParallel | None, device: torch.device, replay: bool) -> None:
         by_layer = routers(hf)
         first = next(iter(by_layer.values()))
         layers = range(hf.config.get_text_config().num_hidden_layers)
         shape = MoEShape(first.num_experts, first.top_k, tuple(layer in by_layer for layer in layers))
-        share = TokenShare() if sharing is None else TokenShare(sharing.size, sharing.rank, groups=(sharing.group,))
+        share = TokenShare() if parallel is None else TokenShare(parallel.size, parallel.rank, groups=(parallel.group,))
         hooks = [_HFRouter(layer, router, self, device.type == "cuda") for layer, router in by_layer.items()]
         super().__init__(hooks, shape, share, device, replay)
         self.active: Routes | None = None
@@ -297,11 +295,11 @@ class HFRouters(Routers):
 
     @staticmethod
     def create(
-        hf: nn.Module, sharing: SequenceParallel | None, device: torch.device, replay: bool, measure: bool
+        hf: nn.Module, parallel: SequenceParallel | None, device: torch.device, replay: bool, measure: bool
     ) -> HFRouters | None:
         """Return None if the model has no routers, or if they are neither replayed nor measured."""
         if routers(hf):
-            return HFRouters(hf, sharing, device, replay) if replay or measure else None
+            return HFRouters(hf, parallel, device, replay) if replay or measure else None
         if replay:
             raise ValueError(f"router_replay.mode: {type(hf).__name__} has no routers to replay. Set it to disabled.")
         return None

@@ -80,7 +80,7 @@ class MegatronEngine(BaseTrainEngine):
         self.dp_rank, self.dp_size = layout.dp.rank, layout.dp.size
         self._has_outputs = layout.pp.rank == layout.pp.size - 1
         self.collects = self._has_outputs and layout.tp.rank == 0 and layout.cp.rank == 0
-        self._sharing = (
+        self._sequence_parallel = (
             SequenceParallel(layout.cp.group, layout.cp.size, layout.cp.rank) if layout.cp.size > 1 else None
         )
         self._pad_token_id = getattr(self.hf_config, "pad_token_id", None) or 0
@@ -236,7 +236,9 @@ class MegatronEngine(BaseTrainEngine):
         """Return this rank's tokens on its device, padded so that ranks that split tokens have equally many."""
         sharing = self.layout.tp.size * self.layout.cp.size
         rows = pad_packed_rows(rows, math.ceil(max(1, at_least, rows.packing.total) / sharing) * sharing)
-        return (rows if self._sharing is None else sequence_parallel_rows(rows, self._sharing)).to(self.device)
+        return (rows if self._sequence_parallel is None else sequence_parallel_rows(rows, self._sequence_parallel)).to(
+            self.device
+        )
 
 
 @dataclass(frozen=True)
