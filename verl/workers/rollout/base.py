@@ -164,9 +164,17 @@ class BaseRollout(ABC):
         """Update all weights from (HF name, tensor) pairs. `version` defaults to the current version plus 1."""
         self.begin_update(self.version + 1 if version is None else version, None)
         sums: dict[str, torch.Tensor] = {}
-        for name, tensor in weights:
-            self.load_bucket({name: tensor})
-            sums[name] = tensor_fingerprint(tensor, self.weight_dtype)
+        error: Exception | None = None
+        try:
+            for name, tensor in weights:
+                self.load_bucket({name: tensor})
+                sums[name] = tensor_fingerprint(tensor, self.weight_dtype)
+        except Exception as problem:  # noqa: BLE001 - raised below
+            error = problem
+        error = self.exchange_error(error)
+        if error is not None:
+            self.fail_update(error)
+            raise error
         self.finish_update({name: int(total) for name, total in sums.items()})
 
     # ---------------------------------------------------------------- memory and life

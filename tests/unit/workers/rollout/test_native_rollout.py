@@ -96,6 +96,26 @@ def test_pairs_of_tokens_follow_the_models_distribution(start, tmp_path):
     assert chi_square < 76.2, "the 99.99 % quantile with 35 degrees of freedom"
 
 
+def test_an_update_that_fails_here_or_on_another_rank_can_be_repeated(start, monkeypatch):
+    engine, weights = start(), tiny_model(seed=1).state_dict()
+
+    def ended_early():
+        yield from list(weights.items())[:2]
+        raise OSError("the file ends")
+
+    with pytest.raises(OSError, match="the file ends"):
+        engine.update_weights(ended_early())
+    with pytest.raises(RuntimeError, match="failed: the file ends"):
+        ask(engine)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "exchange_error", lambda error: error or RuntimeError("rank 1: out of memory"))
+        with pytest.raises(RuntimeError, match="rank 1: out of memory"):
+            engine.update_weights(weights.items())
+    engine.update_weights(weights.items())
+    expected = log_probs(tiny_model(seed=1), PROMPT, (answer := ask(engine)).token_ids)
+    torch.testing.assert_close(torch.tensor(answer.log_probs), expected.float(), atol=1e-5, rtol=0)
+
+
 def test_cached_prefixes_are_not_used_across_an_update_or_a_release(start):
     engine = start()
     first = ask(engine)
