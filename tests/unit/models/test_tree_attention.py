@@ -162,9 +162,10 @@ def test_kernels_have_exact_values_and_gradients(exact_kernels, tree, method, wi
 def test_the_operator_is_consistent(exact_kernels):
     for method in ("gather", "merge"):
         packing = kernel_packing(*TREES["nested"], method)
-        torch.library.opcheck(
-            attention.tree_kernel, (*inputs_of(packing), *packing.kernel_arguments, 0.3, -1), raise_exception=True
-        )
+        arguments = (*inputs_of(packing), *packing.kernel_arguments, 0.3, -1)
+        torch.library.opcheck(attention.tree_kernel, arguments, raise_exception=True)
+        out, lse = attention.tree_kernel(*arguments)
+        assert (out.requires_grad, lse.requires_grad) == (True, False), "there is no gradient of the log-sum-exp"
 
 
 def test_one_compiled_graph_computes_any_tree(exact_kernels):
