@@ -80,5 +80,10 @@ def _fish() -> str:
         f"complete -c verl -n __fish_use_subcommand -f -a {name} -d '{entry.description}'"
         for name, entry in SUBCOMMANDS.items()
     ]
-    cases = _cases(lambda name, words: f"complete -c verl -n '__fish_seen_subcommand_from {name}' -f -a '{words}'")
-    return "\n".join(lines) + f"\n{cases}\n"
+    cases = _cases(lambda name, words: f"complete -c verl -n '__verl_first_argument_of {name}' -f -a '{words}'")
+    # `__fish_seen_subcommand_from` would offer the words again after the first argument.
+    condition = """function __verl_first_argument_of
+  set -l words (commandline -opc)
+  test (count $words) -eq 2; and test $words[2] = $argv[1]
+end"""
+    return "\n".join([condition, *lines, cases]) + "\n"

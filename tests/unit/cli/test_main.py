@@ -119,3 +119,11 @@ def test_bash_completes_subcommands_and_kinds(capsys):
             ["bash", "-c", script + probe.format(words, place)], capture_output=True, text=True, check=True
         )
         assert done.stdout.split() == [expected]
+
+
+def test_fish_completes_kinds_only_as_the_first_argument(capsys):
+    main(["completion", "fish"])
+    script = capsys.readouterr().out
+    assert "__fish_seen_subcommand_from" not in script, "true for every later argument"
+    assert "test (count $words) -eq 2; and test $words[2] = $argv[1]" in script
+    assert "complete -c verl -n '__verl_first_argument_of completion' -f -a 'bash zsh fish'" in script
