@@ -1,18 +1,19 @@
-"""Console of the driver: the status of the run, and the output of the controller's actor.
+"""Console of the driver: the status of the run, and the output of actors.
 
 A thread shows the status: on a terminal as a status line or bars, elsewhere as log lines. Ray prints the lines of all
-actors with a coloured prefix. With `trainer.console=line`, ControllerOutput prints the lines of the controller without
-it, in order and complete; lines of other actors keep theirs, coloured only on a terminal.
+actors with a coloured prefix. With `trainer.console=line`, WorkerOutput prints them without it, and ControllerOutput
+those of the controller in order and complete.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TextIO
@@ -37,6 +38,10 @@ _LOG_INTERVAL_S = 30.0
 _STARTUP_INTERVAL_S = 8.0
 # The name of Ray's own handler: Ray removes the handler of this name when it disconnects.
 _RAY_HANDLER = "ray_print_logs"
+# Values of `pid` for messages of Ray itself; the text that marks the bars of ray.experimental.tqdm_ray.
+_RAY_PROCESSES = ("autoscaler", "raylet", "gcs_server")
+_RAY_BAR = "__ray_tqdm_magic_token__"
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Marks the end of the controller's output on its stdout.
 _END = ":verl-controller-output-ends:"
 # Ray reads the files of actors every 100 to 500 ms.
@@ -226,38 +231,93 @@ def _is_new_phase(before: StatusSnapshot | None, now: StatusSnapshot) -> bool:
     return now.phase_seconds < before.phase_seconds  # the same phase again: a step may generate several times
 
 
-# -------------------------------------------------------------------- output of the controller
+# -------------------------------------------------------------------- output of Ray's processes
 
 
-class ControllerOutput:
-    """Prints the lines of actors in place of Ray. Used by the driver, after `ray.init`."""
+class WorkerOutput:
+    """Prints the lines of actors and tasks in place of Ray: without prefix, without colours outside of a terminal.
+
+    A line that several processes write within seconds is printed once, then with their number, as by Ray. Used by the
+    driver, after `ray.init`.
+    """
+
+    def __init__(self) -> None:
+        from ray._private import ray_logging
+
+        dispatcher = ray_logging.global_worker_stdstream_dispatcher
+        if not sys.stdout.isatty():
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+        # Not Ray's own deduplicators, whose pending lines Ray prints with prefix and colours when it disconnects.
+        window, self._lock = ray_logging.RAY_DEDUP_LOGS_AGG_WINDOW_S, threading.Lock()
+        self._deduplicators = {is_err: ray_logging.LogDeduplicator(window, None, None) for is_err in (False, True)}
+        handlers = [handle for name, handle in dispatcher.handlers if name == _RAY_HANDLER]
+        self.is_active = bool(handlers)
+        """False with `ray.init(log_to_driver=False)`."""
+        if handlers:
+            self._print_as_ray = handlers[0]
+            dispatcher.remove_handler(_RAY_HANDLER)
+            dispatcher.add_handler(_RAY_HANDLER, self._print)
+
+    def flush(self) -> None:
+        """Print the lines that wait for their number; called at the end of a run."""
+        with self._lock:
+            batches = [batch for deduplicator in self._deduplicators.values() for batch in deduplicator.flush()]
+        for batch in batches:
+            _write_lines(batch)
+
+    def _print(self, data: dict[str, Any]) -> None:
+        # Messages of Ray itself, and bars of `ray.experimental.tqdm_ray`.
+        if data.get("pid") in _RAY_PROCESSES or any(_RAY_BAR in line for line in data["lines"]):
+            return self._print_as_ray(data)
+        with self._lock:
+            batches = self._deduplicators[bool(data["is_err"])].deduplicate(data)
+        for batch in batches:
+            _write_lines(batch)
+
+
+@contextmanager
+def without_prefixes() -> Iterator[None]:
+    """Context in which `WorkerOutput` prints the lines of actors and tasks."""
+    output = WorkerOutput()
+    try:
+        yield
+    finally:
+        output.flush()
+
+
+def _write_lines(batch: Mapping[str, Any]) -> None:
+    """Write the lines of a process to the driver's stream; of a process on another node with its address."""
+    if not batch["lines"]:
+        return
+    stream = sys.stderr if batch["is_err"] else sys.stdout
+    is_local = batch.get("ip") == batch.get("localhost")
+    text = "".join(f"{'' if is_local else batch['ip'] + ': '}{line}\n" for line in batch["lines"])
+    stream.write(text if stream.isatty() else _ANSI.sub("", text))
+    stream.flush()
+
+
+class ControllerOutput(WorkerOutput):
+    """Prints the lines of the controller as they were written, in order and complete."""
 
     def __init__(self, actor_name: str) -> None:
         """`actor_name`: class name of the controller."""
-        from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
-
         self._actor_name, self._ended = actor_name, threading.Event()
         self.has_started = False
         """Whether the controller has written something."""
-        if not sys.stdout.isatty():
-            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
-        handlers = [handle for name, handle in dispatcher.handlers if name == _RAY_HANDLER]
-        if not handlers:  # ray.init(log_to_driver=False)
+        super().__init__()
+        if not self.is_active:
             self._ended.set()
-            return
-        self._print_with_prefix = handlers[0]
-        dispatcher.remove_handler(_RAY_HANDLER)
-        dispatcher.add_handler(_RAY_HANDLER, self._print)
 
     def wait_for_end(self, timeout: float = _END_TIMEOUT_S) -> None:
         """Wait until everything that the controller has written is printed, up to `timeout` seconds. Returns at once if
         it has written nothing: a user's own class need not mark the end."""
         if self.has_started:
             self._ended.wait(timeout)
+        self.flush()
 
     def _print(self, data: dict[str, Any]) -> None:
         if data.get("actor_name") != self._actor_name:
-            return self._print_with_prefix(data)
+            return super()._print(data)
         self.has_started = True
         lines = [line for line in data["lines"] if line != _END]
         if lines:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from verl.config import SupervisedConfig, load_config
@@ -17,6 +18,7 @@ from verl.config.supervised import describe
 from verl.trainer.common.command_line import validated_config
 from verl.trainer.common.preflight import supervised_preflight
 from verl.trainer.common.ray_cluster import start_or_join_ray
+from verl.trainer.common.status_display import without_prefixes
 from verl.trainer.recovery.exit_messages import attach_resume_hint, describe_resume, log_finished
 from verl.trainer.recovery.ray_monitor import RayProcesses, run_monitored
 from verl.trainer.recovery.signals import RUN_ENDED, exit_on_signals, stop_on_signals
@@ -79,9 +81,12 @@ def _train(config: SupervisedConfig, trainer_class: Callable[[], type], is_progr
         on_ray = config.ranks > 1 and torchrun_ranks() is None
         with before_first_step(), show_startup(one_line and on_ray), startup_phase("Ray"):
             processes = _start_ray(config) if on_ray else RayProcesses()
-        with stop_on_signals(
-            trainer.stop_requested.set, processes.kill, is_starting=lambda: trainer.status.starting
-        ) as request:
+        with (
+            without_prefixes() if one_line and on_ray else nullcontext(),
+            stop_on_signals(
+                trainer.stop_requested.set, processes.kill, is_starting=lambda: trainer.status.starting
+            ) as request,
+        ):
             with before_first_step(), show_startup(one_line), startup_phase("weights"):
                 trainer.start()
             if on_ray:
