@@ -36,11 +36,10 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     stored_file = file.with_name(CONFIG_FILE)
     stored = json.loads(stored_file.read_text()) if stored_file.is_file() else {}
-    settings = ModeSettings.from_config(stored)
     if options.json:
-        sys.stdout.write(json.dumps(as_dict(summary, settings), indent=2) + "\n")
+        sys.stdout.write(json.dumps(as_dict(summary, stored), indent=2) + "\n")
     else:
-        sys.stdout.write("\n".join([summary.render(settings), *_next_commands(stored)]) + "\n")
+        sys.stdout.write("\n".join([summary.render(stored), *_next_commands(stored)]) + "\n")
     return 0
 
 
@@ -53,8 +52,8 @@ def _metrics_file(folder: Path) -> Path:
     return recorded if recorded.is_file() and not tracked.is_file() else tracked
 
 
-def as_dict(summary: RunSummary, settings: ModeSettings | None = None) -> dict[str, Any]:
-    """Return the numbers of a summary; `settings`: those of an RL run."""
+def as_dict(summary: RunSummary, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a summary; `config`: the stored configuration, empty if unknown."""
     curves = {
         name: {"first": curve.first, "last": curve.last, "best": curve.best, "best_step": curve.best_step}
         for name, curve in summary.curves.items()
@@ -64,8 +63,8 @@ def as_dict(summary: RunSummary, settings: ModeSettings | None = None) -> dict[s
         "metrics": curves,
         "seconds": summary.by_duration(),
         "tokens": summary.tokens,
-        "bottleneck": summary.bottleneck(),
-        "other_mode": summary.other_mode(settings),
+        "bottleneck": summary.bottleneck(config=config),
+        "other_mode": summary.other_mode(config),
     }
 
 

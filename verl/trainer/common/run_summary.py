@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from verl.config.schema import get_path
 from verl.utils.console import (
     AFTER_STEP,
     PHASE_NAMES,
@@ -51,24 +52,74 @@ _INTERRUPTION_S, _INTERRUPTION = 60.0, 5.0
 _MIN_SHARE = 0.01
 _SLOW_STEP = 2.0
 _INTERNAL_NAMES = {name: key for key, name in PHASE_NAMES.items()}
-# Remedies for a phase that takes most of the time.
-_REMEDIES = {
-    "gen": "shorter responses (data.max_response_length), a larger actor_rollout_ref.rollout.gpu_memory_utilization",
-    "reward": "a faster reward function, more scorers (reward_model.reward_kwargs.num_processes)",
-    "ref": "no KL (use_kl_loss, use_kl_in_reward), larger ref.log_prob_micro_batch_size_per_gpu",
-    "teacher": "larger distillation.teacher.log_prob_micro_batch_size_per_gpu, a pool of their own (role_mapping)",
-    "old_log_prob": "larger actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-    "values": "larger critic.forward_micro_batch_size_per_gpu",
-    "update_actor": (
-        "larger micro-batches (actor_rollout_ref.actor.ppo_max_token_len_per_gpu or ppo_micro_batch_size_per_gpu), no"
-        " gradient checkpointing if it is enabled"
+
+
+@dataclass(frozen=True)
+class _Hint:
+    """A change that makes a phase faster. `only_if`: (key, value) that the configuration must have, if it is known."""
+
+    text: str
+    only_if: tuple[str, Any] | None = None
+
+    def applies(self, config: Any) -> bool:
+        if config is None or self.only_if is None:
+            return True
+        key, value = self.only_if
+        try:
+            return get_path(config, key) == value
+        except (KeyError, TypeError):  # stored by another version
+            return True
+
+
+def _larger_batches(block: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz") -> tuple[_Hint, ...]:
+    """Return hints for larger micro-batches: in tokens with dynamic batch sizes, else in samples."""
+    keys = ((tokens, True), (size, False))
+    return tuple(_Hint(f"a larger {block}.{key}", (f"{block}.{dynamic}", value)) for key, value in keys)
+
+
+def _no_checkpointing(model: str) -> _Hint:
+    key = f"{model}.enable_gradient_checkpointing"
+    return _Hint(f"no gradient checkpointing if memory suffices ({key}=False)", (key, True))
+
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+_FORWARD = ("forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+_LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
+# Changes for a phase that takes most of the time.
+_HINTS: dict[str, tuple[_Hint, ...]] = {
+    "gen": (
+        _Hint("shorter responses (data.max_response_length)"),
+        _Hint(f"a larger {_ROLLOUT}.gpu_memory_utilization", ("trainer.device", "cuda")),
     ),
-    "update_critic": "larger critic.ppo_micro_batch_size_per_gpu, or an estimator without a critic (grpo)",
-    "testing": "a larger trainer.test_freq, fewer validation rows (data.val_max_samples)",
-    "save_checkpoint": "a larger trainer.save_freq",
+    "reward": (
+        _Hint("a faster reward function"),
+        _Hint("more scorers (reward_model.reward_kwargs.num_processes)"),
+    ),
+    "ref": (
+        _Hint("no KL (use_kl_loss, use_kl_in_reward)"),
+        *_larger_batches("actor_rollout_ref.ref", *_LOG_PROB),
+    ),
+    "teacher": (
+        *_larger_batches("distillation.teacher", *_LOG_PROB),
+        _Hint("a pool of their own (role_mapping)"),
+    ),
+    "old_log_prob": _larger_batches(_ROLLOUT, *_LOG_PROB),
+    "values": _larger_batches("critic", *_FORWARD),
+    "update_actor": (*_larger_batches(_ACTOR, *_UPDATE), _no_checkpointing("actor_rollout_ref.model")),
+    "update_critic": (
+        *_larger_batches("critic", *_UPDATE),
+        _no_checkpointing("critic.model"),
+        _Hint("an estimator without a critic (grpo)"),
+    ),
+    "testing": (
+        _Hint("a larger trainer.test_freq"),
+        _Hint("fewer validation rows (data.val_max_samples)"),
+    ),
+    "save_checkpoint": (_Hint("a larger trainer.save_freq"),),
 }
-# Remedy for generation in which agents wait more for tools than for the model.
-_TOOL_REMEDY = (
+# Hint for generation in which agents wait more for tools than for the model.
+_TOOL_HINT = (
     "faster tools, more concurrent conversations (a larger actor_rollout_ref.rollout.agent.max_concurrent_requests), a"
     " shorter actor_rollout_ref.rollout.multi_turn.tool_timeout"
 )
@@ -240,25 +291,27 @@ class RunSummary:
         """Return `seconds`, the longest first."""
         return dict(sorted(self.seconds.items(), key=lambda item: -item[1]))
 
-    def bottleneck(self, names: Mapping[str, str] = MappingProxyType({})) -> str:
-        """Return one line: the phase that took most of the time after the first step, and remedies. `names`: see
-        `describe_bottleneck`."""
+    def bottleneck(self, names: Mapping[str, str] = MappingProxyType({}), config: Any = None) -> str:
+        """Return one line: the phase that took most of the time after the first step, and hints. `names` and `config`:
+        see `describe_bottleneck`."""
         first = self.first_step if len(self.step_seconds) > 1 else {}
         later = {name: value - first.get(name, 0.0) for name, value in self.seconds.items()}
         named = {name: value for name, value in later.items() if name not in ("other", _BETWEEN)}
         seconds = {_INTERNAL_NAMES.get(name, name): value for name, value in named.items()}
-        text = describe_bottleneck(seconds, sum(self.tool_shares) / max(1, len(self.tool_shares)), names)
+        tool_share = sum(self.tool_shares) / max(1, len(self.tool_shares))
+        text = describe_bottleneck(seconds, tool_share, names, config)
         return f"after the first step, {text}" if first else text
 
-    def other_mode(self, settings: ModeSettings | None) -> str | None:
+    def other_mode(self, config: Any) -> str | None:
         """Return a line with the estimated step of the other `trainer.mode`; None without an estimate.
 
         The lengths of responses do not indicate the time of agents with tools.
         """
+        settings = None if config is None else ModeSettings.from_config(config)
         return None if settings is None or any(self.tool_shares) else self.mode_times.render(settings)
 
-    def render(self, settings: ModeSettings | None = None) -> str:
-        """Return the lines of the summary; `settings`: those of an RL run."""
+    def render(self, config: Any = None) -> str:
+        """Return the lines of the summary. `config`: the configuration of an RL run or its plain values, if known."""
         total, count = sum(self.seconds.values()), len(self.step_seconds)
         lines = [f"Summary: {count} step{'s' * (count != 1)} in {format_duration(total)}"]
         width = max(map(len, [*self.curves, "tokens/s"]))
@@ -266,12 +319,12 @@ class RunSummary:
         in_steps = sum(self.step_seconds.values())
         if self.tokens and in_steps:
             lines.append(f"  {'tokens/s':<{width}}  {self.tokens / in_steps:.0f} in steps")
-        lines += self._time_lines(total)
-        if (estimate := self.other_mode(settings)) is not None:
+        lines += self._time_lines(total, config)
+        if (estimate := self.other_mode(config)) is not None:
             lines.append(f"  {estimate}")
         return "\n".join(lines)
 
-    def _time_lines(self, total: float) -> list[str]:
+    def _time_lines(self, total: float, config: Any) -> list[str]:
         if not self.step_seconds or total <= 0:
             return []
         lines, count = ["  phase             seconds  share  per step"], len(self.step_seconds)
@@ -285,7 +338,7 @@ class RunSummary:
         if self.waiting_for_one_rank > _MIN_SHARE * total:
             lines.append(f"  waiting for one slow rank: {format_duration(self.waiting_for_one_rank)}")
         if _WHOLE_STEP not in self.seconds:
-            lines.append(f"  {self.bottleneck(PHASE_NAMES)}")
+            lines.append(f"  {self.bottleneck(PHASE_NAMES, config)}")
         return lines
 
     def _median(self) -> float:
@@ -293,22 +346,24 @@ class RunSummary:
 
 
 def describe_bottleneck(
-    seconds: Mapping[str, float], tool_share: float = 0.0, names: Mapping[str, str] = MappingProxyType({})
+    seconds: Mapping[str, float],
+    tool_share: float = 0.0,
+    names: Mapping[str, str] = MappingProxyType({}),
+    config: Any = None,
 ) -> str:
-    """Return one line: the phase that takes most of the time, and remedies. `tool_share`: share of the agents' time
-    that they spend in tools. `names`: names of phases in the text where they differ from those in metrics."""
+    """Return one line: the phase that takes most of the time, and hints. `tool_share`: share of the agents' time that
+    they spend in tools. `names`: names of phases in the text where they differ from those in metrics. `config`: the
+    configuration of the run or its plain values; None: unknown, all hints are listed."""
     phases = {name: value for name, value in seconds.items() if name != "step"}
     total = sum(phases.values())
     if total <= 0:
         return "no step was timed"
     name = max(phases, key=lambda phase: phases[phase])
     in_tools = name == "gen" and tool_share > 0.5
-    remedy = _TOOL_REMEDY if in_tools else _REMEDIES.get(name)
+    hints = _TOOL_HINT if in_tools else ", ".join(hint.text for hint in _HINTS.get(name, ()) if hint.applies(config))
     share = f"{names.get(name, name)} took {phases[name] / total:.0%} of the time"
     return (
-        share
-        + (f", {tool_share:.0%} of it in tools" if in_tools else "")
-        + (f"; what helps: {remedy}" if remedy else "")
+        share + (f", {tool_share:.0%} of it in tools" if in_tools else "") + (f"; what helps: {hints}" if hints else "")
     )
 
 

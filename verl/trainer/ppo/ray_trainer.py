@@ -465,12 +465,12 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _log_summary(self) -> None:
         """Log what improved, where the time went, and the estimate for the other `trainer.mode`."""
-        summary, settings = self.record.summary, ModeSettings.from_config(self.config)
+        summary = self.record.summary
         if self.config.trainer.console == LINE:
-            logger.info("%s", summary.render(settings))
+            logger.info("%s", summary.render(self.config))
             return
-        logger.info("Where the time went: %s.", summary.bottleneck())
-        if (estimate := summary.other_mode(settings)) is not None:
+        logger.info("Where the time went: %s.", summary.bottleneck(config=self.config))
+        if (estimate := summary.other_mode(self.config)) is not None:
             logger.info("%s.", estimate)
 
     def _log_metrics(self, metrics: dict[str, float], step: int) -> None:

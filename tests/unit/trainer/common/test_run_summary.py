@@ -14,6 +14,7 @@ from verl.trainer.common.run_summary import (
     ModeTimes,
     RunSummary,
     async_step_seconds,
+    describe_bottleneck,
     read_summary,
     sync_step_seconds,
 )
@@ -207,3 +208,33 @@ def test_the_summary_has_the_estimate_without_the_first_step_and_not_for_tools(t
 
     assert "about 3.00 s per step after the first instead of 4.00" in summary()
     assert "instead of" not in summary(("agent_loop/tool_share", 0.5))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    ("overrides", "hints"),
+    [
+        (
+            ["actor_rollout_ref.model.enable_gradient_checkpointing=False"],
+            "a larger actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        ),
+        (
+            ["actor_rollout_ref.actor.use_dynamic_bsz=True"],
+            "a larger actor_rollout_ref.actor.ppo_max_token_len_per_gpu, no gradient checkpointing if memory suffices"
+            " (actor_rollout_ref.model.enable_gradient_checkpointing=False)",
+        ),
+    ],
+)
+def test_hints_are_changes_that_the_configuration_does_not_have(overrides, hints, plain):
+    required = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=model", "trainer.device=cpu"]
+    config = load_config(overrides=[*required, *overrides], check_files=False)
+    text = describe_bottleneck({"update_actor": 1.0}, config=config.to_dict() if plain else config)
+    assert text == f"update_actor took 100% of the time; what helps: {hints}"
+
+
+@pytest.mark.parametrize("phase", ["ref", "old_log_prob", "values"])
+def test_one_size_of_micro_batches_is_named(phase):
+    required = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=model", "trainer.device=cpu"]
+    text = describe_bottleneck({phase: 1.0}, config=load_config(overrides=required, check_files=False))
+    assert "micro_batch_size_per_gpu" in text
+    assert "max_token_len_per_gpu" not in text
