@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl.cli.listing import is_installed
+from verl.config.install import IN_CHECKOUT, requirements_of
 from verl.version import __version__
 
 Status = Literal["ok", "info", "warning", "failed"]
@@ -287,16 +288,15 @@ def check_features() -> Iterator[Check]:
         problems = [problem for item in requirements if (problem := _requirement_problem(item)) is not None]
         if problems or not is_installed(_MODULES.get(extra, "verl")):
             state = problems[0] if problems else "not installed"
-            yield Check(section, extra, f"{state}; for {feature}", "info", _install_command(extra, requirements))
+            yield Check(section, extra, f"{state}; for {feature}", "info", _install_command(extra))
         else:
             yield Check(section, extra, f"installed; for {feature}")
 
 
-def _install_command(extra: str, requirements: Sequence[Any]) -> str:
+def _install_command(extra: str) -> str:
     """Return the command that installs an extra: in a checkout by its name, elsewhere by its requirements."""
-    if not (Path(__file__).parents[2] / "pyproject.toml").is_file():
-        packages = (str(item).partition(";")[0].strip() for item in requirements)
-        command = "pip install " + " ".join(f'"{package}"' for package in packages)
+    if not IN_CHECKOUT:
+        command = f"pip install {' '.join(requirements_of(extra))}"
         return f"{command} (in a separate environment: it chooses torch)" if extra in _CHOOSE_TORCH else command
     command = f'pip install -e ".[{extra}]"'
     return f"make setup-{extra}, or {command}" if extra in (*_CHOOSE_TORCH, "megatron") else command

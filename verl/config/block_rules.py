@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from verl.config import names
 from verl.config.engine import CriticModelConfig, ModelConfig, OptimConfig
+from verl.config.install import install_command
 from verl.config.ppo import CustomClassConfig, SamplerConfig
 from verl.config.problems import Report, show
 from verl.config.rollout import GeneratorConfig
@@ -72,7 +73,10 @@ def check_engine(path: str, rollout: GeneratorConfig, report: Report) -> None:
     """Report a rollout engine whose package is not installed; engines at server_urls need none."""
     engine = names.rollout_traits(rollout.name)
     if not rollout.server_urls and not is_installed(engine.package):
-        why, fix = f"{engine.package} is not installed", f"Run {engine.install}; or set {path}.name=native"
+        why, fix = (
+            f"{engine.package} is not installed",
+            f"Run {install_command(engine.install)}; or set {path}.name=native",
+        )
         report.invalid(f"{path}.name", rollout.name, why, f"{fix}, which is built in")
 
 
@@ -100,9 +104,6 @@ def lora_rules(path: str, model: ModelConfig | CriticModelConfig, lr: float, rep
     if model.lora_rank == 0:
         return
     rank = (f"{path}.lora_rank",)
-    if find_spec("peft") is None:
-        why = "requires the package peft, which is not installed"
-        report.problem(rank[0], model.lora_rank, why, "Run `pip install -e .[lora]`, or set it to 0")
     if not model.target_modules:
         why = f"is empty, but {path}.lora_rank = {model.lora_rank} needs layers"
         report.problem(f"{path}.target_modules", [], why, f"Set [{ALL_LINEAR}], or lora_rank=0", rank)
@@ -118,6 +119,14 @@ def lora_rules(path: str, model: ModelConfig | CriticModelConfig, lr: float, rep
             f"{path}.lora_rank = {model.lora_rank} with a learning rate of {lr:g}: adapters usually need ten times the "
             "rate of full training, e.g. 1e-5 to 1e-4."
         )
+
+
+def check_lora_package(path: str, model: ModelConfig | CriticModelConfig, report: Report) -> None:
+    """Report adapters without the package that they need."""
+    if model.lora_rank and find_spec("peft") is None:
+        why = "requires the package peft, which is not installed"
+        fix = f"Run `{install_command('pip install -e .[lora]')}`, or set it to 0"
+        report.problem(f"{path}.lora_rank", model.lora_rank, why, fix)
 
 
 def values_present(block: Block, path: str, report: Report) -> None:

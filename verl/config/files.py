@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.config import names
+from verl.config.block_rules import check_lora_package
 from verl.config.context_length import context_rules
+from verl.config.install import install_command
 from verl.config.layout import BLOCK_OF_ROLE
 from verl.config.megatron import model_layout_rules, roles_on_megatron
 from verl.config.ppo import PPOConfig
@@ -43,6 +45,9 @@ def check_environment(config: PPOConfig, report: Report) -> None:
     model_layout_rules(config, report)
     _check_code_and_resume(config, report)
     check_loggers(config.trainer.logger, report)
+    check_lora_package("actor_rollout_ref.model", config.actor_rollout_ref.model, report)
+    if config.critic.enable:
+        check_lora_package("critic.model", config.critic.model, report)
 
 
 def check_data_files(data: Block, report: Report) -> None:
@@ -75,7 +80,7 @@ def check_loggers(loggers: Sequence[str], report: Report) -> None:
     for name in loggers:
         package = names.tracker_package(name)
         if package is not None and importlib.util.find_spec(package) is None:
-            how = f"pip install -e .[{name}]" if name in _EXTRAS else f"pip install {package}"
+            how = install_command(f"pip install -e .[{name}]") if name in _EXTRAS else f"pip install {package}"
             report.problem("trainer.logger", name, f"{package} is not installed", f"Run {how}, or choose another")
 
 

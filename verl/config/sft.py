@@ -10,6 +10,7 @@ from verl.config.block_rules import check_engine, engine_rules, is_installed
 from verl.config.context_length import context_limit_of_folder, read_model_config
 from verl.config.engine import MegatronConfig
 from verl.config.generation import EvalRewardConfig
+from verl.config.install import install_command
 from verl.config.megatron import ModelDimensions, ParallelSizeCheck, block_rules
 from verl.config.problems import Report
 from verl.config.roles import CustomRewardFunctionConfig
@@ -172,9 +173,8 @@ def _check_megatron(config: SFTConfig, report: Report) -> None:
     """Report a missing package or file of the megatron engine, and sizes that do not fit to the model."""
     engine, sizes = names.TRAINING_ENGINES["megatron"], config.megatron_config
     if not is_installed(engine.package):
-        report.invalid(
-            "strategy", "megatron", f"{engine.package} is not installed", f"Run {engine.install}; or set strategy=fsdp2"
-        )
+        fix = f"Run {install_command(engine.install)}; or set strategy=fsdp2"
+        report.invalid("strategy", "megatron", f"{engine.package} is not installed", fix)
     if sizes.dist_checkpointing_path:
         files.must_exist(f"{_MEGATRON}.dist_checkpointing_path", sizes.dist_checkpointing_path, report)
     model = read_model_config(config.model.path or "", config.model.override_config)

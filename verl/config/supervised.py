@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from verl.config import files
 from verl.config.block_rules import (
+    check_lora_package,
     lora_rules,
     optimizer_rules,
     packed_token_rules,
@@ -222,6 +223,7 @@ def check_environment(config: SupervisedConfig, report: Report) -> None:
     files.check_user_code("data.custom_cls.path", config.data.custom_cls.path, report)
     files.check_resume(config.trainer, report)
     files.check_loggers(config.trainer.logger, report)
+    check_lora_package("model", config.model, report)
 
 
 def describe(config: SupervisedConfig) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from verl.config import names
 from verl.config.block_rules import check_engine, is_installed
+from verl.config.install import install_command
 from verl.config.layout import (
     ACTOR,
     BLOCK_OF_ROLE,
@@ -92,7 +93,7 @@ def _check_installed(config: PPOConfig, report: Report) -> None:
         strategy = get_path(config, path).strategy
         engine, follows_actor = names.TRAINING_ENGINES[strategy], role != "actor" and strategy == actor
         if role in active_roles(config) and not follows_actor and not is_installed(engine.package):
-            fix = f"Run {engine.install}; or set {path}.strategy=fsdp2, which needs no install"
+            fix = f"Run {install_command(engine.install)}; or set {path}.strategy=fsdp2, which needs no install"
             report.invalid(f"{path}.strategy", strategy, f"{engine.package} is not installed", fix)
 
 
