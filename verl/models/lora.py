@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from verl.config.block_rules import ALL_LINEAR, module_matcher
+from verl.config.install import install_command
 from verl.models.loading import ModelKind
 
 ADAPTER_FOLDER = "lora_adapter"
@@ -50,8 +52,7 @@ class Adapters:
         try:
             peft.inject_adapter_in_model(self.config, hf, low_cpu_mem_usage=True)
         except ValueError as error:
-            names = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
-            raise ValueError(f"model.target_modules: {error} The model's linear layers are {names}.") from error
+            raise ValueError(f"model.target_modules: {error} {_known_layers(linears)}") from error
         self._layers: dict[str, Any] = {
             name: module for name, module in hf.named_modules() if isinstance(module, peft.tuners.lora.LoraLayer)
         }
@@ -180,7 +181,7 @@ def _peft() -> Any:
     except ImportError as error:
         raise ValueError(
             "model.lora_rank: LoRA needs the package peft, which is not installed. "
-            "Run `pip install -e .[lora]`, or set lora_rank to 0."
+            f"Run `{install_command('pip install -e .[lora]')}`, or set lora_rank to 0."
         ) from error
     return peft
 
@@ -194,6 +195,33 @@ def linear_shape(layer: Any) -> tuple[int, int]:
     """Return (outputs, inputs) of a linear layer."""
     outputs, inputs = layer.weight.shape
     return (outputs, inputs) if isinstance(layer, nn.Linear) else (inputs, outputs)
+
+
+def adapter_parameters(hf: Any, kind: ModelKind, model_config: Any) -> int:
+    """Return the number of parameters that `Adapters` would train; peft need not be installed."""
+    linears, excluded = linear_layers(hf), module_matcher(model_config.exclude_modules)
+    targets = module_matcher(model_config.target_modules)
+    sizes = [
+        sum(layer.weight.shape)
+        for name, layer in linears.items()
+        if (targets == ALL_LINEAR or _matches(name, targets)) and not _matches(name, excluded)
+    ]
+    if not sizes:
+        raise ValueError(f"model.target_modules: no layer matches {targets}. {_known_layers(linears)}")
+    heads = () if kind == "causal_lm" else hf.score.parameters()
+    return model_config.lora_rank * sum(sizes) + sum(value.numel() for value in heads)
+
+
+def _matches(name: str, pattern: str | list[str] | None) -> bool:
+    """Whether peft selects the module `name`: by an expression for the whole name, or by the ends of names."""
+    if isinstance(pattern, str):
+        return re.fullmatch(pattern, name) is not None
+    return any(name == end or name.endswith(f".{end}") for end in pattern or ())
+
+
+def _known_layers(linears: Mapping[str, nn.Module]) -> str:
+    names = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+    return f"The model's linear layers are {names}."
 
 
 def linear_layers(hf: Any) -> dict[str, nn.Module]:

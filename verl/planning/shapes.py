@@ -77,7 +77,7 @@ class ModelShape:
         import torch
 
         from verl.models.loading import empty_model, read_config
-        from verl.models.lora import Adapters
+        from verl.models.lora import adapter_parameters
 
         trusted = model_config.trust_remote_code
         config = read_config(folder, trusted, model_config.override_config)
@@ -86,9 +86,7 @@ class ModelShape:
         if shape is None or not rank:
             return shape
         model = empty_model(config, kind, torch.bfloat16, trusted)
-        Adapters(model, kind, model_config)
-        trained = sum(value.numel() for value in model.parameters() if value.requires_grad)
-        return replace(shape, adapter_parameters=trained)
+        return replace(shape, adapter_parameters=adapter_parameters(model, kind, model_config))
 
     @classmethod
     def from_config(cls, config: Any, kind: ModelKind = "causal_lm", trusted: bool = False) -> ModelShape | None:

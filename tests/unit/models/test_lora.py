@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tests.support.tiny import tiny_config, tiny_model
 from verl.config import ModelConfig, as_config
 from verl.models.loading import empty_model
-from verl.models.lora import Adapters
+from verl.models.lora import Adapters, adapter_parameters
 
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
@@ -125,3 +125,27 @@ def test_without_peft_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ValueError, match=r"lora_rank: .*pip install -e \.\[lora\]"):
         adapted()
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "value"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"target_modules": ["q_proj", "self_attn.v_proj"]},
+        {"target_modules": [r".*\.(q|up)_proj"]},
+        {"exclude_modules": ["q_proj"]},
+    ],
+)
+def test_the_number_of_trained_parameters_needs_no_peft(kind, keys):
+    hf, _ = adapted(kind=kind, **keys)
+    trained = sum(value.numel() for value in hf.parameters() if value.requires_grad)
+    plain = empty_model(tiny_config("qwen2"), kind, torch.bfloat16)
+    config = as_config(ModelConfig, {"path": "given", "lora_rank": 4, **keys})
+    assert adapter_parameters(plain, kind, config) == trained
+
+
+def test_a_plan_with_unknown_target_modules_names_those_of_the_model():
+    config = as_config(ModelConfig, {"path": "given", "lora_rank": 4, "target_modules": ["query"]})
+    with pytest.raises(ValueError, match=r"target_modules: no layer matches .*q_proj"):
+        adapter_parameters(empty_model(tiny_config("qwen2"), "causal_lm", torch.bfloat16), "causal_lm", config)
