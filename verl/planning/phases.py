@@ -59,6 +59,11 @@ class PhaseMemory:
         return self.allocated if self.on_host else self.parts["context"] + self.allocated * (1 + _FRAGMENTATION)
 
     @property
+    def shown_parts(self) -> list[str]:
+        """Parts that are not 0 in a table."""
+        return [name for name, size in self.parts.items() if size >= 0.005 * GB]
+
+    @property
     def excess(self) -> float:
         """Bytes beyond the capacity."""
         return 0.0 if self.capacity is None else max(0.0, self.total - self.capacity)
@@ -148,7 +153,7 @@ class MemoryPlan:
 
 
 def _table(phases: list[PhaseMemory], parts: tuple[str, ...]) -> list[str]:
-    shown = [name for name in parts if any(phase.parts[name] >= 0.005 * GB for phase in phases)]
+    shown = [name for name in parts if any(name in phase.shown_parts for phase in phases)]
     rows = [["phase", *shown, "total"]]
     for phase in phases:
         sizes = [*(phase.parts[name] for name in shown), phase.total]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,30 @@ from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.seconds import MeanLengths, PhaseSeconds, step_seconds, supervised_seconds, total_seconds
 from verl.planning.shapes import ModelShape
 
+# What names in the tables mean, where they do not say it themselves.
+_PHASE_TEXTS = {
+    "gen": "generation",
+    "old_log_prob": "log-probs before the update",
+    "ref": "log-probs of the reference",
+    "values": "values of the critic",
+    "update_actor": "forward, backward and optimizer step",
+    "sft": "forward, backward and optimizer step",
+    "sft_answers": "generation for validation",
+    "train": "a step",
+    "sft_train": "a step",
+}
+_PART_TEXTS = {
+    "gathered": "weights of layers in use, gathered from all ranks",
+    "head": "logits",
+    "rollout": "weights and KV cache of the rollout engine",
+    "judge": "served reward model",
+    "context": "CUDA",
+    "processes": "Python processes",
+    "snapshot": "copy of the checkpoint that is written during training",
+    "copies": "buffers while it is written",
+    "files": "checkpoints in a memory file system",
+    "batches": "rows of a step",
+}
 # Bytes per second of a disk with checksums (docs/results.md, Checkpoints: 0.8 to 1.1 GB/s).
 _DISK = 1e9
 
@@ -239,7 +264,7 @@ def _gb(size: float) -> float:
 def render(report: PlanReport) -> str:
     """Return the report as text for a terminal."""
     memory = report.plan.render().splitlines()
-    sections = [_role_text, _changes_text, _largest_text, _seconds_text, _checkpoint_text]
+    sections = [_legend, _role_text, _changes_text, _largest_text, _seconds_text, _checkpoint_text]
     blocks = [_verdict_text(report), memory, *(section(report) for section in sections)]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
@@ -247,18 +272,29 @@ def render(report: PlanReport) -> str:
 def _verdict_text(report: PlanReport) -> list[str]:
     run, plan, worst = report.run, report.plan, report.plan.worst_phase
     trainer = run.config.trainer
-    hardware = f"{trainer.nnodes} node(s) x {trainer.n_gpus_per_node} x {plan.device.name if plan.device else 'device'}"
-    verdict = {
-        "fits": "fits",
-        "tight": "may just fit: the plan exceeds the capacity by less than its uncertainty of 7 %",
-        "too large": "does not fit",
-    }[report.verdict]
+    nodes = f"{trainer.nnodes} node{'s' * (trainer.nnodes > 1)}"
+    hardware = f"{nodes} x {trainer.n_gpus_per_node} x {plan.device.name if plan.device else 'device'}"
+    verdict = {"fits": "fits", "tight": "may just fit", "too large": "does not fit"}[report.verdict]
+    uncertain = f", within the uncertainty of the plan ({UNCERTAINTY:.0%})" if report.verdict == "tight" else ""
     capacity = "" if worst.capacity is None else f" of {worst.capacity / GB:.1f} GB"
+    need = f"{worst.phase} takes {worst.total / GB:.1f}{capacity} of {worst.location}{uncertain}"
     return [
-        f"The run {verdict} on {hardware}: {worst.phase} takes {worst.total / GB:.1f}{capacity} of {worst.location}.",
+        f"The run {verdict} on {hardware}: {need}.",
         *(f"Set by trainer.auto_memory: {change.log_text()}." for change in report.automatic),
         *(f"Note: {note}" for note in run.notes),
     ]
+
+
+def _legend(report: PlanReport) -> list[str]:
+    """Explain the phases and columns that the tables show."""
+    phases = report.plan.phases
+    parts = {name for phase in phases for name in phase.shown_parts}
+    names = [phase.phase for phase in phases]
+    lines: list[str] = []
+    for title, texts, shown in (("phases", _PHASE_TEXTS, names), ("columns", _PART_TEXTS, parts)):
+        explained = "; ".join(f"{name}: {text}" for name, text in texts.items() if name in shown)
+        lines += textwrap.wrap(f"{title}: {explained}", 110, initial_indent="  ", subsequent_indent="    ")
+    return lines
 
 
 def _role_text(report: PlanReport) -> list[str]:
@@ -297,7 +333,7 @@ def _lora_hint(report: PlanReport) -> list[str]:
     strategy = config.actor_rollout_ref.actor.strategy if is_ppo else config.strategy
     if get_path(config, f"{block}.lora_rank") or strategy == "megatron":
         return []
-    return [f"  Or train adapters only (LoRA, which changes the training): {block}.lora_rank=32."]
+    return [f"  Or train adapters only (LoRA, which changes the training): plan it with {block}.lora_rank=32."]
 
 
 def _largest_text(report: PlanReport) -> list[str]:
@@ -325,7 +361,7 @@ def _seconds_text(report: PlanReport) -> list[str]:
     for phase in report.phases:
         rows.append([phase.phase, f"{phase.seconds:.2f}", "measured rates" if phase.measured else "estimate"])
     rows.append(["step", f"{report.step_seconds:.2f}", ""])
-    lines = [f"Expected seconds of a step ({_lengths_text(run)}; reward functions and data loading not included)"]
+    lines = [f"Expected seconds of a step ({_lengths_text(run)}; without reward functions and data loading)"]
     lines += format_table(rows)
     if run.gpu is not None and run.gpu.name != MEASURED_GPU:
         lines.append(f"  Estimates are rates of one {MEASURED_GPU}, scaled by peak FLOP/s and bandwidth.")
@@ -337,8 +373,9 @@ def _lengths_text(run: PlannedRun) -> str:
     if not isinstance(run.config, PPOConfig):
         return f"rows of {(lengths.prompt or 0) + (lengths.response or 0) or data.max_length} tokens"
     prompt, response = lengths.prompt or data.max_prompt_length, lengths.response or data.max_response_length
-    default = "" if lengths.response else ", the maximum; set --response-tokens to the mean"
-    return f"{prompt} prompt and {response} response tokens on average{default}"
+    if not lengths.response:
+        return f"if all prompts and responses have the maximum of {prompt} + {response} tokens: set --response-tokens"
+    return f"{prompt} prompt and {response} response tokens on average"
 
 
 def _checkpoint_text(report: PlanReport) -> list[str]:

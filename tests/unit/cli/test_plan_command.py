@@ -143,9 +143,11 @@ def test_a_yaml_file_of_the_user(capsys, tmp_path):
 def test_the_text_has_a_verdict_tables_and_a_note(capsys):
     assert main([f"{MODEL}=Qwen/Qwen2.5-0.5B", "algorithm=grpo"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("The run fits on 1 node(s) x 1 x h200")
+    assert text.startswith("The run fits on 1 node x 1 x h200")
     for part in (
         "Note: planned for the h200",
+        "phases: gen: generation;",
+        "columns: gathered: ",
         "update_actor",
         "Host memory",
         "State of each role",
@@ -153,6 +155,21 @@ def test_the_text_has_a_verdict_tables_and_a_note(capsys):
         "step ",
     ):
         assert part in text
+
+
+def test_a_tight_plan_names_its_uncertainty(capsys):
+    size = "--gpu=23.5"
+    assert main(["sft", "model.path=Qwen/Qwen2.5-7B-Instruct", size, "--gpus", "4", "--nodes", "2"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("The run may just fit on 2 nodes x 4 x GPU of 23.5 GB: sft takes ")
+    assert first.endswith("within the uncertainty of the plan (7%).")
+
+
+def test_a_count_that_is_no_number_is_an_error(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([f"{MODEL}=Qwen/Qwen2.5-0.5B", "--gpus", "x"])
+    assert exit_.value.code == 2
+    assert "--gpus: must be a whole number of at least 1, not x" in capsys.readouterr().err
 
 
 def test_a_run_on_cpus_is_planned_for_this_machine(capsys, model):
