@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config.compose import CONFIG_DIR, ROOT, groups
+from verl.config.problems import ConfigError, FormattedProblem, Problem
 
 _OVERRIDE = re.compile(r"(?P<sign>\+{0,2}|~)(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)(=(?P<value>.*))?", re.DOTALL)
 # Two bounds, 0.5_2: Hydra's grammar, like Python's, ignores an underscore between digits.
@@ -77,6 +78,15 @@ def _parse(value: str) -> Any:
     return OverridesParser.create().parse_override(f"key={value}")
 
 
+def not_an_override(word: str) -> Problem:
+    """Return the problem of an argument that is no override, e.g. without `=`: an error of grammar in Hydra."""
+    fix = "Write it as key=value"
+    if word.endswith((".yaml", ".yml")):
+        folder, name = Path(word).parent, Path(word).stem
+        fix = f"Read a YAML file with --config-path {folder} --config-name {name}"
+    return FormattedProblem(word, None, f"is not an override. {fix}.", "")
+
+
 # Key under which group options reach the loader when Hydra cannot select them.
 GROUPS_KEY = "_groups_"
 _CONFIG_OPTIONS = {
@@ -118,6 +128,8 @@ def program_name(module: str) -> str:
 def hydra_arguments(argv: Sequence[str], root: str = ROOT) -> list[str]:
     """Convert the user's arguments for Hydra; `root` is the YAML file with the program's defaults."""
     options, overrides = _split(argv)
+    if problems := [not_an_override(word) for word in overrides if "=" not in word and not word.startswith("~")]:
+        raise ConfigError(problems)
     user_config = _UserConfig.from_options(options, root)
     arguments = [_convert_override(override, user_config, groups(root)) for override in overrides]
     joined = " ".join(overrides)

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import files, generation, resolve, rm, sft, unused_keys, validate
-from verl.config.command_line import GROUPS_KEY, read_override
+from verl.config.command_line import GROUPS_KEY, not_an_override, read_override
 from verl.config.compose import alternatives, default_tree, default_values, groups, merge
 from verl.config.convert import Converter, leaves
 from verl.config.names import read_user_declarations
@@ -223,7 +223,7 @@ def _split_overrides(
     for override in overrides:
         parsed = read_override(override, known)
         if parsed is None:
-            report.problem(override, None, "is not an override", "Write it as key=value")
+            report.add(not_an_override(override))
         elif parsed.is_option:
             selected[parsed.key] = str(parsed.value)
         else:

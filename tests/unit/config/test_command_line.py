@@ -212,3 +212,20 @@ def test_options_of_hydra_may_stand_anywhere_with_their_value_as_the_next_word(t
 def test_values_with_special_characters_arrive_as_typed():
     config = compose(*GRPO, "data.val_files=/a=b/(c) d/it's.parquet", "trainer.experiment_name=a,b:{x}")
     assert config.data.val_files == "/a=b/(c) d/it's.parquet"
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("foo", "Write it as key=value"),
+        ("data.train_files", "Write it as key=value"),
+        ("runs/mine.yaml", "--config-path runs --config-name mine"),
+        ("mine.yml", "--config-path . --config-name mine"),
+    ],
+)
+def test_an_argument_without_value_is_a_problem_with_a_remedy(word, fix):
+    for read in (hydra_arguments, lambda words: load_config(overrides=words, check_files=False)):
+        with pytest.raises(ConfigError) as caught:
+            read([*GRPO, word])
+        problem = next(problem for problem in caught.value.problems if problem.key == word)
+        assert fix in str(problem)

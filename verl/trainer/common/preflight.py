@@ -85,7 +85,7 @@ def generation_preflight(config: GenerationConfig, report: Report) -> None:
     from verl.utils.dataset.problems import chat_rule
 
     rules = [chat_rule(config.data.prompt_key, "data.prompt_key")]
-    hub = _HubCheck({"model.path": config.model.path}, {"data.path": config.data.path})
+    hub = _HubCheck({"model.path": config.model.path}, {"data.path": config.data.path or ()})
     _check_device(config.trainer, report)
     _check_files("data.path", config.data.path, None, rules, report)
     hub.report_to(report)

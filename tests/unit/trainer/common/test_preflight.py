@@ -417,6 +417,11 @@ def test_the_other_programs_check_their_own_columns(tmp_path, problems):
     assert "data.prompt_key" in generation["data.path"]
 
 
+def test_generation_without_prompts_and_model_names_the_keys(problems):
+    missing = problems("data.path=null", "model.path=null", check=preflight.generation_preflight, root=GenerationConfig)
+    assert set(missing) == {"data.path", "model.path"}
+
+
 @pytest.mark.processes
 def test_many_mistakes_at_once_end_with_2_and_without_ray(tmp_path):
     """The command itself: every mistake in one list at the end of its output; torch and ray are never imported."""
