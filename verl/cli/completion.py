@@ -11,7 +11,7 @@ _USAGE = """usage: verl completion bash|zsh|fish
 
 Print a completion script for a shell. To enable it:
   bash   echo 'eval "$(verl completion bash)"' >> ~/.bashrc
-  zsh    echo 'eval "$(verl completion zsh)"' >> ~/.zshrc     (after compinit)
+  zsh    echo 'eval "$(verl completion zsh)"' >> ~/.zshrc
   fish   verl completion fish > ~/.config/fish/completions/verl.fish
 """
 
@@ -55,6 +55,7 @@ def _zsh() -> str:
     described = "\n".join(f"    '{name}:{entry.description}'" for name, entry in SUBCOMMANDS.items())
     cases = _cases(lambda name, words: f"      {name}) compadd {words} ;;")
     return f"""#compdef verl
+(( $+functions[compdef] )) || {{ autoload -Uz compinit && compinit }}
 _verl() {{
   local -a subcommands
   subcommands=(

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from verl.trainer.common.run_summary import CONFIG_FILE, METRICS_FILE, ModeSettings, RunSummary, read_summary
+from verl.trainer.common.run_summary import CONFIG_FILE, METRICS_FILE, RunSummary, read_summary
 from verl.utils.checkpoint.folders import RECORD_FOLDER
 
 _KEYS = ("default_local_dir", "logger", "tracking_dir", "project_name", "experiment_name")
