@@ -96,7 +96,12 @@ def serve(arguments: list[str]) -> int:
     from verl.inference.serving import options_parser
 
     options_parser().parse_args(arguments)
-    from verl.inference.server import main as run_server
+    from verl.utils.console import LINE, show_startup, startup_phase
+    from verl.utils.logging_setup import setup_logging
+
+    setup_logging(console=LINE, with_time=True)
+    with show_startup(), startup_phase("imports"):
+        from verl.inference.server import main as run_server
 
     return run_server(arguments)
 

@@ -90,7 +90,8 @@ class ServedApp:
 
 def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> ServedApp:
     """Load the model that the options name and build its application; closing `resources` unloads it."""
-    loader, max_body_bytes = ModelLoader(options, options.task), options.max_body_mb * 2**20
+    with startup_phase("model config"):  # imports transformers
+        loader, max_body_bytes = ModelLoader(options, options.task), options.max_body_mb * 2**20
     parse_body: Any = parse_scoring if loader.task == "classify" else parse
     parsers: Parsers[Any] = Parsers(parse_body, loader.load_tokenizer, options.max_parse_seconds)
     resources.enter_context(contextlib.closing(parsers))

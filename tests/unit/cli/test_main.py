@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pkgutil import resolve_name
+from types import ModuleType
 
 import pytest
 
@@ -127,3 +129,14 @@ def test_fish_completes_kinds_only_as_the_first_argument(capsys):
     assert "__fish_seen_subcommand_from" not in script, "true for every later argument"
     assert "test (count $words) -eq 2; and test $words[2] = $argv[1]" in script
     assert "complete -c verl -n '__verl_first_argument_of completion' -f -a 'bash zsh fish'" in script
+
+
+def test_the_server_logs_its_imports(monkeypatch):
+    """They take seconds, on a busy machine tens of seconds."""
+    server = ModuleType("verl.inference.server")
+    server.main = lambda arguments: 7
+    monkeypatch.setitem(sys.modules, "verl.inference.server", server)
+    phases = []
+    monkeypatch.setattr("verl.utils.console.startup_phase", lambda name: phases.append(name) or nullcontext())
+    assert main(["serve", "--model", "a"]) == 7
+    assert phases == ["imports"]
