@@ -66,5 +66,6 @@ class PhaseLoggingTrainer(RayPPOTrainer):
         elif phase == "resume":
             self.log_entry(resumed_at=self.global_steps)
         elif phase == "rollout dump":
+            self.record.wait_for_files()
             path = Path(self.config.trainer.rollout_data_dir) / f"{self.global_steps}.jsonl"
             self.log_entry(rollout_digest=hashlib.sha256(path.read_bytes()).hexdigest())

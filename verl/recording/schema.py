@@ -280,7 +280,7 @@ _STREAMS = (
             _source,
             Field("prompt", _text, "text of the prompt, without special tokens"),
             Field("response", _text, "text of the (last) response, without special tokens; of a pair the chosen one"),
-            Field("turns", pa.list_(_TURN), "turns of agents: source, name, number of tokens (null), text, reward; of"
+            Field("turns", pa.list_(_TURN), "turns of agents: source, name, number of tokens, text, reward; of"
                   " a pair both responses"),
             Field("score", _double, "score; null: could not be scored; of a pair its margin, of a row the mean log-prob"
                   " of its trained tokens"),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,11 +18,9 @@ import pyarrow.parquet as pq
 from verl.recording import schema
 from verl.recording.redaction import Redaction
 from verl.recording.retention import set_aside, size_of, step_to_drop
+from verl.utils.concurrency import JobThread
 from verl.utils.disk import JsonLines, atomic_write, to_json
 from verl.version import __version__
-
-_Item: TypeAlias = Callable[[], None] | tuple[str, Mapping[str, Any]]
-"""A job, or a record of a stream of JSON lines."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +50,10 @@ class RecordWriter:
         max_bytes: int | None = None,
         redaction: Redaction | None = None,
         run_id: str | None = None,
+        thread: JobThread | None = None,
     ) -> None:
         """`run`: contents of `run.json` besides the version. `first_step`: the first step that will be recorded.
+        `thread`: writes the files (None: one of its own).
 
         `run_id`: id of the command, which its restarts share. A recording that this run does not continue (`first_step`
         is 0, and the id differs) is moved to `record_before_<time>`; of those, the oldest are deleted if they exceed
@@ -73,31 +73,31 @@ class RecordWriter:
             name: JsonLines(folder / stream.path) for name, stream in schema.STREAMS.items() if stream.layout == "lines"
         }
         self._bytes = size_of(folder)
-        self._items: list[_Item] = []
+        self._lines: list[tuple[str, Mapping[str, Any]]] = []
+        """Records that are not written yet."""
         self._dropped: Counter[str] = Counter()
         """Records per stream that were not queued since the last event `dropped_records`."""
         self._step = first_step
         """Newest step of a record."""
-        self._changed = threading.Condition()
-        self._closing = False
+        self._lock = threading.Lock()
         self._jobs = threading.Semaphore(_MAX_JOBS)
         self._error: Exception | None = None
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
-        self._thread.start()
+        self._stopped = self._is_closed = False
+        self._owns_thread, self._thread = thread is None, thread or JobThread("recording")
 
     # ---------------------------------------------------------------- from any thread
 
     def line(self, stream: str, record: Mapping[str, Any]) -> None:
         """Append a record to a stream of JSON lines, with the number of the attempt. If the thread has fallen behind
         by too many records, the record is dropped, with an event."""
-        with self._changed:
+        with self._lock:
             self._step = max(self._step, record.get("step") or 0)
-            if len(self._items) < _MAX_LINES:
-                self._items.append((stream, {**record, "attempt": self.attempt}))
-                self._changed.notify()
-            else:
+            if len(self._lines) >= _MAX_LINES:
                 self._dropped[stream] += 1
+                return
+            self._lines.append((stream, {**record, "attempt": self.attempt}))
+            if len(self._lines) == 1:
+                self._thread.submit(partial(self._guard, self._append_lines))
 
     def event(self, kind: str, step: int, message: str = "", data: Mapping[str, Any] | None = None) -> None:
         """Record an event of a kind of `schema.EVENTS`."""
@@ -111,11 +111,11 @@ class RecordWriter:
 
         def run() -> None:
             try:
-                job()
+                self._guard(job)
             finally:
                 self._jobs.release()
 
-        self._put(run)
+        self._thread.submit(run)
         return True
 
     def raise_error(self) -> None:
@@ -125,13 +125,16 @@ class RecordWriter:
             raise error
 
     def close(self, timeout: float = 60.0) -> None:
-        """Write everything that was recorded, for up to `timeout` seconds, and end the thread; safe to call twice."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join(timeout)
-        if self._thread.is_alive():
+        """Write everything that was recorded, for up to `timeout` seconds; safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._thread.submit(self._close_files).result(timeout)
+        except TimeoutError:
             logger.warning("recording: not everything could be written to %s in %.0f s", self.folder, timeout)
+        if self._owns_thread:
+            self._thread.close()
 
     # ---------------------------------------------------------------- in the thread of the writer (from jobs)
 
@@ -187,46 +190,6 @@ class RecordWriter:
             "data": text,
         }
 
-    def _put(self, item: _Item) -> None:
-        with self._changed:
-            self._items.append(item)
-            self._changed.notify()
-
-    def _run(self) -> None:
-        while items := self._take():
-            self._process(items)
-            items.clear()  # a job refers to its batch
-            self._report_dropped()
-        for file in self._files.values():
-            file.close()
-
-    def _process(self, items: Sequence[_Item]) -> None:
-        lines: list[tuple[str, Mapping[str, Any]]] = []
-        for item in items:
-            if isinstance(item, tuple):
-                lines.append(item)
-            else:
-                self._guard(functools.partial(self._append, lines))
-                lines = []
-                self._guard(item)
-        self._guard(functools.partial(self._append, lines))
-
-    def _take(self) -> list[_Item]:
-        """Wait for items and take all; [] when the writer is closed and nothing is left."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._items or self._closing)
-            items, self._items = self._items, []
-            return items
-
-    def _report_dropped(self) -> None:
-        """Record an event with the number of dropped records, if any."""
-        with self._changed:
-            dropped, self._dropped = self._dropped, Counter()
-        if dropped:
-            record = self._event_record("dropped_records", self._step, "", dropped)
-            self._put(("events", {**record, "attempt": self.attempt}))  # also if the queue is still full
-            logger.warning("recording: %d records were dropped: the disk is too slow", dropped.total())
-
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
@@ -236,8 +199,15 @@ class RecordWriter:
                 error.__context__ = error.__cause__ = None
                 self._error = error.with_traceback(None)
 
-    def _append(self, lines: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-        """Append these lines, with one write per stream."""
+    def _append_lines(self) -> None:
+        """Append the records that are not written yet, with one write per stream."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            dropped, self._dropped = self._dropped, Counter()
+        if dropped:
+            record = self._event_record("dropped_records", self._step, "", dropped)
+            lines.append(("events", {**record, "attempt": self.attempt}))
+            logger.warning("recording: %d records were dropped: the disk is too slow", dropped.total())
         by_stream: dict[str, list[Any]] = defaultdict(list)
         for stream, record in lines:
             # The data of events is JSON, which is redacted before it is encoded.
@@ -247,9 +217,15 @@ class RecordWriter:
                 self._bytes += self._files[name].append(records)
         self._shrink()
 
+    def _close_files(self) -> None:
+        while self._lines or self._dropped:  # writing may add events
+            self._guard(self._append_lines)
+        for file in self._files.values():
+            file.close()
+
     def _shrink(self, newest: int | None = None) -> None:
-        """Delete steps until the recording is within its budget. If the other streams alone exceed it, nothing is
-        deleted, and only metrics and events are recorded from now on."""
+        """Delete recordings of earlier runs, superseded steps and then other steps until the budget is kept. If the
+        small streams alone exceed it, only metrics and events are recorded from now on."""
         if self._stopped or self._max_bytes is None or self._bytes <= self._max_bytes:
             return
         self._delete_superseded_steps()

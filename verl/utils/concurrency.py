@@ -9,6 +9,7 @@ import contextvars
 import functools
 import inspect
 import os
+import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -19,6 +20,7 @@ from weakref import WeakSet
 __all__ = [
     "MAX_ABANDONED_THREADS",
     "BackgroundTask",
+    "JobThread",
     "SharedEventLoop",
     "abandoned_threads",
     "accepted_keywords",
@@ -90,6 +92,39 @@ class BackgroundTask:
         if self._current is not None:
             self._collected = True
             self._current.result()
+
+
+class JobThread:
+    """Runs jobs one after the other in a daemon thread, which starts with the first job."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Run `job()` after all jobs that were submitted before. Thread-safe."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the submitted jobs, without waiting for them; safe to call twice."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, future = item
+            try:
+                future.set_result(job())
+            except BaseException as error:  # noqa: BLE001 - raised by Future.result()
+                future.set_exception(error)
+            del item, job, future  # while the thread waits, they would keep their data in memory
 
 
 class SharedEventLoop:

@@ -13,8 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from tests.support.tiny import tiny_tokenizer
 from tests.support.training_harness import make_task, overrides, run_training
 from verl import recording
+from verl.protocol import DataProto
+from verl.recording.redaction import Redaction
+from verl.recording.writer import RecordWriter
+from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions
 
 GRPO = ("algorithm=grpo", "actor_rollout_ref.rollout.n=4")
 AGENT = '''
@@ -216,6 +221,88 @@ def test_large_fields_of_the_data_count_towards_the_budget(task, tmp_path):
     settings = ("trainer.record.max_mb_per_step=0.3", "trainer.total_training_steps=1", "data.val_files=[]")
     _, run = record(large, tmp_path / "run", *settings)
     assert 0 < sum(run.groups.table(step=1)["recorded"].to_pylist()) < 8
+
+
+@pytest.mark.parametrize("record_setting", ["max_mb_per_step=0.006", "texts=False", "enable=False"])
+def test_files_of_responses_are_complete_whatever_is_recorded(task, tmp_path, sync_run, record_setting):
+    dumps = (f"trainer.rollout_data_dir={tmp_path}/rollouts", f"trainer.validation_data_dir={tmp_path}/val")
+    settings = ("trainer.test_freq=1", "trainer.val_before_train=True", f"trainer.record.{record_setting}")
+    run_training(overrides(task, tmp_path, *GRPO, *dumps, *settings))
+    for name in ("rollouts/1.jsonl", "rollouts/2.jsonl", "val/0.jsonl", "val/1.jsonl", "val/2.jsonl"):
+        expected, lines = (
+            [json.loads(line) for line in (folder / name).read_text().splitlines()]
+            for folder in (sync_run[0], tmp_path)
+        )
+        assert lines == expected, name
+        assert len(lines) == (32 if name.startswith("rollouts") else 6)
+
+
+def test_a_run_that_only_validates_ends_with_an_error_if_its_responses_cannot_be_written(task, tmp_path):
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val/0.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError):
+        run_training(overrides(task, tmp_path, "trainer.val_only=True", f"trainer.validation_data_dir={tmp_path}/val"))
+
+
+class _CountingTokenizer:
+    """Decodes like the tiny tokenizer and counts the decoded rows."""
+
+    def __init__(self) -> None:
+        self._tokenizer, self.rows = tiny_tokenizer(), 0
+
+    def batch_decode(self, rows: list[list[int]], **options: Any) -> list[str]:
+        self.rows += len(rows)
+        return self._tokenizer.batch_decode(rows, **options)
+
+
+def _step_batch(groups: int = 4, samples: int = 2) -> DataProto:
+    count, width = groups * samples, 3
+    ids = torch.arange(20, 20 + count * width).view(count, width)
+    ones = torch.ones_like(ids)
+    tensors = {"prompts": ids // samples, "responses": ids, "attention_mask": torch.cat([ones, ones], 1)}
+    tensors |= {"response_mask": ones, "token_level_scores": ones.float(), "advantages": ones.float()}
+    uids = np.array([f"p{row // samples}" for row in range(count)], dtype=object)
+    return DataProto.from_dict(tensors, {"uid": uids, "data_source": np.array(["toy"] * count, dtype=object)})
+
+
+def test_lines_and_trajectories_are_one_conversion(tmp_path):
+    tokenizer = _CountingTokenizer()
+    options = RowOptions(tokenizer, Redaction(), texts=True, max_bytes=10**6)
+    step = RecordedStep(_step_batch(), 1, version=0, reward_names=(), options=options).fetch_tokens()
+    lines = list(step.lines())
+    decoded = tokenizer.rows
+    assert decoded <= 8 + 8, "each prompt and response once"
+    writer = RecordWriter(tmp_path / "record", {})
+    writer.submit(lambda: step.write(writer))
+    writer.close()
+    writer.raise_error()
+    assert tokenizer.rows == decoded, "the recording reuses the texts"
+    rows = recording.read(tmp_path).trajectories.table(step=1).to_pylist()
+    assert [(row["prompt"], row["turns"][0]["text"], row["score"]) for row in rows] == [
+        (line["input"], line["output"], line["score"]) for line in lines
+    ]
+
+
+def test_the_sample_is_chosen_before_its_columns_are_fetched(tmp_path, monkeypatch):
+    fetched: dict[str, int] = {}
+    fetch = RecordedStep._fetch
+
+    def counted(self: RecordedStep, tensors: Any, *rest: Any, **options: Any) -> DataProto:
+        columns = fetch(self, tensors, *rest, **options)
+        fetched.update({name: max(len(columns), fetched.get(name, 0)) for name in tensors})
+        return columns
+
+    monkeypatch.setattr(RecordedStep, "_fetch", counted)
+    options = RowOptions(tiny_tokenizer(), Redaction(), texts=True, max_bytes=200)
+    writer = RecordWriter(tmp_path / "record", {})
+    step = RecordedStep(_step_batch(), 1, version=0, reward_names=(), options=options)
+    writer.submit(lambda: step.write(writer))
+    writer.close()
+    writer.raise_error()
+    recorded = len(recording.read(tmp_path).trajectories.table(step=1))
+    assert 0 < recorded < 8
+    assert fetched["advantages"] == recorded
+    assert fetched["prompts"] == 4, "the preview of each group"
 
 
 def test_async_groups_have_their_staleness(task, tmp_path):

@@ -13,8 +13,10 @@ import torch
 from tests.support.tiny import tiny_tokenizer
 from verl.config import RolloutConfig, as_config
 from verl.protocol import DataProto
-from verl.trainer.common.dumps import dump_rows, write_jsonl
+from verl.recording.redaction import Redaction
+from verl.trainer.common.dumps import write_jsonl
 from verl.trainer.common.run_summary import describe_bottleneck
+from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions
 from verl.trainer.ppo.scoring import ToolUseCheck, agent_metrics
 from verl.types.trajectory import Row, Trajectory, Turn
 from verl.workers.rollout.training_rows import rows_from_trajectories
@@ -128,7 +130,9 @@ def test_a_dump_shows_a_person_who_said_what_and_what_it_earned(tmp_path):
     rows = batch()
     rows.batch["token_level_scores"] = torch.zeros(rows.batch["responses"].shape)
     rows.batch["token_level_scores"][1, 2] = 1.0
-    path = dump_rows(rows, TOKENIZER, str(tmp_path), step=3)
+    options = RowOptions(TOKENIZER, Redaction(), texts=False, max_bytes=0)
+    recorded = RecordedStep(rows, 3, version=0, reward_names=(), options=options).fetch_tokens()
+    path = write_jsonl(recorded.lines(), tmp_path / "3.jsonl")
     first, second, third = (json.loads(line) for line in path.read_text().splitlines())
     assert {name: first[name] for name in ("step", "input", "output", "score", "status", "uid")} == {
         "step": 3,

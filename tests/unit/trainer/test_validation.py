@@ -10,15 +10,14 @@ import pytest
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import load_config
+from verl.trainer.ppo.response_texts import ResponseText
 from verl.trainer.ppo.validator import Validator, join_samples, known_scores, sample_metrics
-from verl.trainer.recovery.step_end import NonFatalFailures
 
 
 def part(uids: list[str], source: str, scores: list[float], **extra) -> dict[str, list]:
     texts = [f"text of {uid}" for uid in uids]
     return {
-        "prompt": texts,
-        "answer": texts,
+        "response_text": [ResponseText(text, text) for text in texts],
         "gts": [None] * len(uids),
         "uid": uids,
         "data_source": [source] * len(uids),
@@ -150,7 +149,7 @@ def test_sampled_answers_are_a_table_in_wandb(tmp_path, monkeypatch):
 
     shown = ("trainer.log_val_generations=2", "trainer.console_val_generations=2")
     config = load_config(None, ["data.train_files=x", "actor_rollout_ref.model.path=a/b", *shown], check_files=False)
-    validator = Validator(config, None, None, add_rm_scores=None, failures=NonFatalFailures())
+    validator = Validator(config, None, None, add_rm_scores=None)
     with Tracking("p", "e", "wandb") as tracking:
         validator.show(join_samples([part(["a", "b", "c"], "math", [0.0, 1.0, 0.5])]), 5, tracking)
     import wandb

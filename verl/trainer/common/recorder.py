@@ -29,6 +29,7 @@ from verl.trainer.common.checkpoint import SaveResult
 from verl.trainer.common.rank_poll import Groups, RankPoll
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery.step_end import NonFatalFailures
+from verl.utils.concurrency import JobThread
 from verl.utils.fs import expand_path
 from verl.utils.py_functional import mask_secrets
 
@@ -53,9 +54,17 @@ class Recorder:
     Its methods only put records into a queue. The seconds that they take are counted (`end_step`).
     """
 
-    def __init__(self, config: RunConfig, program: str, status: RunStatus, subfolder: str = "") -> None:
-        """`program`: ppo, sft or rm. `status`: its phases are recorded. `subfolder`: of the run's folder; "": none."""
-        self._config, self._program, self._status = config, program, status
+    def __init__(
+        self,
+        config: RunConfig,
+        program: str,
+        status: RunStatus,
+        subfolder: str = "",
+        thread: JobThread | None = None,
+    ) -> None:
+        """`program`: ppo, sft or rm. `status`: its phases are recorded. `subfolder`: of the run's folder; "": none.
+        `thread`: writes the files (None: one of its own)."""
+        self._config, self._program, self._status, self._thread = config, program, status, thread
         self.settings = config.record
         self.redaction = Redaction(self.settings.redact)
         self.folder = Path(expand_path(config.default_local_dir)).absolute() / subfolder / schema.FOLDER
@@ -93,7 +102,8 @@ class Recorder:
             "config": mask_secrets(config),
         }
         run_id = os.environ.get("VERL_RUN")
-        writer = RecordWriter(self.folder, run, first_step, int(settings.max_gb * 1e9), self.redaction, run_id)
+        budget = int(settings.max_gb * 1e9)
+        writer = RecordWriter(self.folder, run, first_step, budget, self.redaction, run_id, self._thread)
         self._writer = writer
         place = {"first_step": first_step, "host": socket.gethostname(), "pid": os.getpid()}
         kind, source = ("start", None) if resumed_from is None else ("resume", str(resumed_from))

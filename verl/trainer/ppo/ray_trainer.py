@@ -24,7 +24,6 @@ from verl.protocol import DataProto
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.common.run_status import Phases, RunStatus, memory_gb
-from verl.trainer.common.run_summary import ModeSettings
 from verl.trainer.common.training_health import UpdateCheck, WeightCheck, add_memory_advice, update_remedies
 from verl.trainer.ppo.advantage import (
     RolloutMismatch,
@@ -141,7 +140,7 @@ class RayPPOTrainer(TrainerAttributes):
         self.recovery.on_restart, self.state.saver.on_end = partial(recorder.event, "recovery"), recorder.saved
         self.generator = Generator(config, tokenizer, groups, self.rollouts, reward_fn, self._infer)
         add_rm_scores, record = self.generator.add_rm_scores, self.record.validation
-        self.validator = Validator(config, tokenizer, groups, add_rm_scores, self.failures, record)
+        self.validator = Validator(config, tokenizer, groups, add_rm_scores, record)
         self.val_reward_fn = val_reward_fn
         self.teachers = Teachers(config, groups)
         self.dynamic_sampling = DynamicSampling(config, tokenizer.pad_token_id)
@@ -265,7 +264,7 @@ class RayPPOTrainer(TrainerAttributes):
         saving = metrics.get("actor/prefix_saving_flops", 0.0)
         metrics |= self.groups.mfu(self._last_batch, self.phases.seconds, saving) | self._utilization_metrics()
         metrics |= self.hang_detector.step_done(self.phases.seconds["step"])
-        metrics |= self.record.recorder.end_step(step, self.failures)
+        metrics |= self.record.end_step(step)
         self._report_metrics(metrics, step)
         self.status.step_done()
         self._snapshot_state()
@@ -436,7 +435,7 @@ class RayPPOTrainer(TrainerAttributes):
         return self.recovery.retry_on_worker_loss(self.groups.infer, method, batch, role)
 
     def _validate(self) -> dict[str, float]:
-        """Validate and return the metrics; log a sample of the responses, and write all of them if configured."""
+        """Validate and return the metrics; log a sample of the responses, and record them."""
         self._sync_weights()
         generate = partial(self._generate_rows, validate=True)
         return self.validator.run(
@@ -457,6 +456,7 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _save_checkpoint(self) -> None:
         """Snapshot the state and begin to write it; `global_step_N` appears, and is logged, when it is complete."""
+        self.record.wait_for_files()  # a run that resumes from the checkpoint does not write them again
         self.state.save(self.groups)
 
     def _load_checkpoint(self) -> None:

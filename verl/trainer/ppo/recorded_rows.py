@@ -1,10 +1,11 @@
-"""Rows of the recording: RecordedStep writes a trained batch as groups and trajectories, `record_validation` writes the
-responses to validation prompts."""
+"""Responses of a run as rows of the recording and as lines of JSONL files: RecordedStep converts a trained batch,
+`record_validation` and `validation_lines` the responses to validation prompts."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,21 @@ from verl.recording.redaction import Redaction
 from verl.recording.retention import groups_within
 from verl.recording.writer import RecordWriter
 from verl.single_controller.ray.batch_ref import BatchRef
-from verl.trainer.common.dumps import ground_truths, plain_value, response_turns
+from verl.trainer.common.dumps import plain_value
+from verl.trainer.ppo.response_texts import (
+    FINISHED,
+    ResponseText,
+    RowTexts,
+    Turn,
+    ground_truths,
+    json_line,
+    prompt_texts,
+    response_texts,
+    row_texts,
+    turn_texts,
+    turns_of_rows,
+    unpadded,
+)
 from verl.types.schema import selected_for
 from verl.utils.disk import to_json
 from verl.workers.reward_manager.naive import FAILED_COLUMN
@@ -47,7 +62,12 @@ _OWN_COLUMNS = {
 # Estimated bytes of text per token.
 TEXT_BYTES = 4
 _PREVIEW_CHARS = 200
-_FINISHED = "finished"
+# Columns of samples (`Validator`) that describe a response; the others are its reward and what the reward function
+# returned.
+DESCRIPTIONS = (
+    *("response_text", "gts", "uid", "data_source", "answer_score"),
+    *("sample_index", "length", "finish_reason"),
+)
 
 
 class RowOptions(NamedTuple):
@@ -62,7 +82,7 @@ class RowOptions(NamedTuple):
 
 
 class RecordedStep:
-    """The trajectories of a step. Columns are fetched and texts decoded in the writer's thread."""
+    """The responses of a step. Columns are fetched and texts decoded in the thread that calls `lines` or `write`."""
 
     def __init__(
         self, batch: DataProto, step: int, version: int, reward_names: Collection[str], options: RowOptions
@@ -70,10 +90,32 @@ class RecordedStep:
         """`version`: of the policy that the batch trains. `reward_names`: columns that the reward function returned."""
         self._batch, self.step, self._version = copy.copy(batch), step, version
         self._reward_names, self._options = frozenset(reward_names), options
+        self._all_tokens: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        self._all_texts: RowTexts | None = None
+
+    def fetch_tokens(self) -> RecordedStep:
+        """Fetch what `lines` needs, in the calling thread: a worker that stores columns may die before `lines` runs."""
+        tokens = self._fetch(["prompts", "responses"]).batch
+        prompts, responses = (tokens[name].cpu().numpy() for name in ("prompts", "responses"))
+        ids = unpadded(prompts, self._prompt_lengths, align_right=True), unpadded(responses, self._lengths)
+        self._all_tokens = ids
+        return self
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the line of every response for a JSONL file, whatever the budget. Call `fetch_tokens` before. A `write`
+        after it reuses the texts."""
+        agent_turns = self._objects.get("agent_turns")
+        self._all_texts = texts = row_texts(self._options.tokenizer, *self._all_tokens, agent_turns)
+        trajectories, columns = self._trajectories_of_batch, self._objects
+        scores = trajectories.sum(self._local.batch["token_level_scores"].sum(-1)).tolist()
+        described = response_texts(texts, trajectories, columns)
+        truths, names = ground_truths(self._local), selected_for("dump", columns)
+        for number, row in enumerate(trajectories.last_rows):
+            values = {name: columns[name][row] for name in names}
+            yield json_line(self.step, described[number], truths[number], scores[number], values)
 
     def write(self, writer: RecordWriter) -> None:
         """Write groups and trajectories; record an event if only a sample of the groups fits into the budget."""
-        self._fetch_all_rows()
         chosen = groups_within(self._group_bytes(), self._options.max_bytes, seed=self.step)
         rows = np.flatnonzero(np.isin(self._group_of_row, chosen))
         sample = {"groups": len(self._uids), "recorded": len(chosen), "seed": self.step}
@@ -87,26 +129,59 @@ class RecordedStep:
 
     # ---------------------------------------------------------------- columns
 
-    def _fetch_all_rows(self) -> None:
-        """Fetch what all groups are recorded with; the other token columns are fetched for the chosen rows only."""
+    @cached_property
+    def _local(self) -> DataProto:
+        """What all responses need: object columns, masks, scores and versions. The other token columns are fetched for
+        the recorded rows only."""
         present = set(self._batch.batch.keys())
         tensors = present & _COLUMNS_OF_ALL_ROWS
-        lengths = getattr(self._batch, "lengths", None)  # of a BatchRef: known without fetching the mask
-        if lengths is None or "response_mask" not in present:
+        if self._known_lengths is None or "response_mask" not in present:
             tensors |= {"attention_mask", "responses"}
-        self._local = local = self._fetch(tensors, list(self._batch.non_tensor_batch))
-        if lengths is None:
-            mask, width = local.batch["attention_mask"], local.batch["responses"].shape[1]
-            self._prompt_lengths = mask[:, :-width].sum(-1).cpu().numpy()
-            self._lengths = mask[:, -width:].sum(-1).cpu().numpy()
-        else:
-            self._prompt_lengths, self._lengths = np.array(lengths.prompt), np.array(lengths.response)
-        self._objects = local.non_tensor_batch
-        self._trajectories_of_batch = Trajectories.of(local)
-        uids = [str(uid) for uid in self._objects.get("uid", range(len(local)))]
-        self._uids = list(dict.fromkeys(uids))
+        return self._fetch(tensors, list(self._batch.non_tensor_batch))
+
+    @property
+    def _objects(self) -> Any:
+        return self._local.non_tensor_batch
+
+    @cached_property
+    def _trajectories_of_batch(self) -> Trajectories:
+        return Trajectories.of(self._local)
+
+    @property
+    def _known_lengths(self) -> Any:
+        """The lengths of the rows of a BatchRef, which are known without fetching a mask."""
+        return getattr(self._batch, "lengths", None)
+
+    @cached_property
+    def _row_lengths(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of the prompt and of the response of each row."""
+        if (lengths := self._known_lengths) is not None:
+            return np.array(lengths.prompt), np.array(lengths.response)
+        columns = self._local.batch
+        mask, width = columns["attention_mask"].cpu().numpy(), columns["responses"].shape[1]
+        return mask[:, :-width].sum(-1), mask[:, -width:].sum(-1)
+
+    @property
+    def _prompt_lengths(self) -> np.ndarray:
+        return self._row_lengths[0]
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        return self._row_lengths[1]
+
+    @cached_property
+    def _row_uids(self) -> list[str]:
+        return [str(uid) for uid in self._objects.get("uid", range(len(self._local)))]
+
+    @cached_property
+    def _uids(self) -> list[str]:
+        """The groups, in the order of their first rows."""
+        return list(dict.fromkeys(self._row_uids))
+
+    @cached_property
+    def _group_of_row(self) -> np.ndarray:
         number = {uid: index for index, uid in enumerate(self._uids)}
-        self._group_of_row = np.array([number[uid] for uid in uids], dtype=np.int64)
+        return np.array([number[uid] for uid in self._row_uids], dtype=np.int64)
 
     def _fetch(
         self, tensors: Collection[str], objects: Sequence[str] = (), rows: np.ndarray | None = None
@@ -135,7 +210,7 @@ class RecordedStep:
         return [plain_value(value) for value in self._objects[name][rows]]
 
     def _statuses(self, rows: np.ndarray) -> list[str]:
-        return [(item or {}).get("status", _FINISHED) for item in self._column("agent_metrics", rows)]
+        return [(item or {}).get("status", FINISHED) for item in self._column("agent_metrics", rows)]
 
     def _scores(self) -> list[float | None]:
         """Score per trajectory; None if it could not be scored."""
@@ -179,8 +254,7 @@ class RecordedStep:
             "recorded": [group in recorded for group in range(len(members))],
         }
         if options.texts:
-            prompts = self._fetch(["prompts"], rows=first_rows).batch["prompts"].cpu().numpy()
-            texts = self._decode(prompts, self._prompt_lengths[first_rows])
+            texts = self._prompt_texts(first_rows)
             columns["prompt"] = [options.redaction.text(text)[:_PREVIEW_CHARS] for text in texts]
         return columns
 
@@ -219,39 +293,37 @@ class RecordedStep:
             if column in tensors.keys():
                 values = tensors[column].cpu().numpy()
                 columns[name] = ragged(values, self._lengths[rows], _ARROW_TYPES.get(name, pa.float32()))
-        columns["turns"] = self._turns(rows)
         if options.texts:
-            prompts, responses = (tensors[name].cpu().numpy().copy() for name in ("prompts", "responses"))
-            columns |= self._text_columns(rows, ends, columns["turns"], prompts, responses)
-        return columns
+            return columns | self._text_columns(rows, ends, tensors)
+        return columns | {"turns": turns_of_rows(self._agent_turns(rows), self._lengths[rows])}
 
-    def _turns(self, rows: np.ndarray) -> list[list[dict[str, Any]]]:
-        described = self._objects.get("agent_turns")
-        turns: list[list[dict[str, Any]]] = []
-        for row in rows:
-            parts = [("model", int(self._lengths[row]), None, None)] if described is None else described[row]
-            turns.append([{"source": s, "tokens": n, "name": name, "reward": r} for s, n, name, r in parts])
-        return turns
+    def _prompt_texts(self, rows: np.ndarray, prompts: np.ndarray | None = None) -> list[str]:
+        """Texts of the prompts of these rows. `prompts`: their token ids, if they are fetched."""
+        if self._all_texts is not None:
+            return [self._all_texts.prompts[row] for row in rows]
+        if prompts is None:
+            prompts = self._fetch(["prompts"], rows=rows).batch["prompts"].cpu().numpy()
+        return prompt_texts(self._options.tokenizer, unpadded(prompts, self._prompt_lengths[rows], align_right=True))
 
-    def _text_columns(
-        self,
-        rows: np.ndarray,
-        ends: np.ndarray,
-        turns: list[list[dict[str, Any]]],
-        prompts: np.ndarray,
-        responses: np.ndarray,
-    ) -> dict[str, Any]:
-        """Columns with texts and token ids; also adds the texts of `turns`. `prompts`, `responses`: token ids of the
-        rows, which are overwritten."""
+    def _turn_texts(self, rows: np.ndarray, responses: np.ndarray) -> list[list[Turn]]:
+        if self._all_texts is not None:
+            return [self._all_texts.turns[row] for row in rows]
+        ids = unpadded(responses, self._lengths[rows])
+        return turn_texts(self._options.tokenizer, ids, self._agent_turns(rows))
+
+    def _agent_turns(self, rows: np.ndarray) -> Sequence[Any] | None:
+        turns = self._objects.get("agent_turns")
+        return None if turns is None else turns[rows]
+
+    def _text_columns(self, rows: np.ndarray, ends: np.ndarray, tokens: Any) -> dict[str, Any]:
+        """Columns with texts and token ids. `tokens`: the columns `prompts` and `responses` of the rows."""
         redact = self._options.redaction
-        texts = self._decode(prompts, self._prompt_lengths[rows])
+        prompts, responses = (tokens[name].cpu().numpy().copy() for name in ("prompts", "responses"))
+        texts, turn_rows = self._prompt_texts(rows, prompts), self._turn_texts(rows, responses)
         clean = [redact.text(text) for text in texts]
         prompts[[old != new for old, new in zip(texts, clean, strict=True)]] = -1
-        for number, parts in enumerate(response_turns(self._options.tokenizer, responses, self._lengths[rows], turns)):
-            for turn, text in zip(turns[number], parts, strict=True):
-                turn["text"] = redact.text(text)
-                if turn["text"] != text:
-                    responses[number] = -1
+        turns = [_clean_turns(row, redact) for row in turn_rows]
+        responses[[old != new for old, new in zip(turn_rows, turns, strict=True)]] = -1
         truths = ground_truths(self._local)
         numbers = self._trajectories_of_batch.of_row[rows]
         extra = [
@@ -261,6 +333,7 @@ class RecordedStep:
         ]
         columns: dict[str, Any] = {
             "prompt": clean,
+            "turns": turns,
             "prompt_ids": ragged(prompts, self._prompt_lengths[rows], pa.int32(), align_right=True),
             "token_ids": ragged(responses, self._lengths[rows], pa.int32()),
             "ground_truth": [_text_or_json(truths[number], redact) for number in numbers],
@@ -284,18 +357,6 @@ class RecordedStep:
                 return self._objects[name][row]
         return None
 
-    def _decode(self, prompts: np.ndarray, lengths: np.ndarray) -> list[str]:
-        """Texts without special tokens. Equal rows, such as the prompts of a group, are decoded once."""
-        unique: dict[bytes, list[int]] = {}
-        keys = []
-        for value, length in zip(prompts, lengths, strict=True):
-            ids = value[len(value) - length :]
-            keys.append(ids.tobytes())
-            unique.setdefault(keys[-1], ids.tolist())
-        decoded = self._options.tokenizer.batch_decode(list(unique.values()), skip_special_tokens=True)
-        text_of = dict(zip(unique, decoded, strict=True))
-        return [text_of[key] for key in keys]
-
     def _json(self, value: Any) -> str | None:
         return _json_text(value, self._options.redaction)
 
@@ -310,7 +371,7 @@ def record_validation(
     numbers: dict[str, list[int]] = {}
     for index, uid in enumerate(samples["uid"]):
         numbers.setdefault(str(uid), []).append(index)
-    sizes = [len(samples["prompt"][i]) + len(samples["answer"][i]) for i in range(len(samples["uid"]))]
+    sizes = [len(text.prompt) + len(text.response) for text in samples["response_text"]]
     groups = list(numbers.values())
     # The same seed in all steps: the same prompts are recorded over time.
     chosen = groups_within([sum(sizes[i] for i in group) for group in groups], options.max_bytes, seed=0)
@@ -324,11 +385,10 @@ def record_validation(
 
 
 def validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options: RowOptions) -> dict[str, list[Any]]:
-    """Columns of the stream `validation`. `samples`: see `Validator`; columns that it lacks are null."""
+    """Columns of the stream `validation`. `samples`: see `Validator`, with the column `correct`; columns that it lacks
+    are null."""
     count, redact = len(samples["uid"]), options.redaction
-    described = {*("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score", "correct"),
-                 *("length", "finish_reason", "sample_index", "reward")}  # fmt: skip
-    names = [name for name in samples if name not in described and name != FAILED_COLUMN]
+    names = [name for name in _reward_outputs(samples) if name not in (FAILED_COLUMN, "correct")]
     values = [{name: plain_value(samples[name][i]) for name in names} for i in range(count)]
     columns: dict[str, list[Any]] = {
         "step": [step] * count,
@@ -340,13 +400,13 @@ def validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options:
     for name in ("correct", "length", "finish_reason", "sample_index"):
         if name in samples:
             columns[name] = [plain_value(value) for value in samples[name]]
-    more = samples.get("more", [{}] * count)
-    columns["status"] = [item.get("status", _FINISHED) for item in more]
+    texts: Sequence[ResponseText] = samples["response_text"]
+    columns["status"] = [text.status or FINISHED for text in texts]
     if options.texts:
         columns |= {
-            "prompt": [redact.text(text) for text in samples["prompt"]],
-            "response": [redact.text(text) for text in samples["answer"]],
-            "turns": [_dumped_turns(item.get("turns"), redact) for item in more],
+            "prompt": [redact.text(text.prompt) for text in texts],
+            "response": [redact.text(text.response) for text in texts],
+            "turns": [text.turns and _clean_turns(text.turns, redact) for text in texts],
             "ground_truth": [_text_or_json(truth, redact) for truth in samples["gts"]],
             "reward_info": [
                 _json_text({k: v for k, v in row.items() if v is not None and not _is_number(v)}, redact)
@@ -356,18 +416,20 @@ def validation_columns(samples: Mapping[str, Sequence[Any]], step: int, options:
     return columns
 
 
-def _dumped_turns(turns: Sequence[Mapping[str, Any]] | None, redact: Redaction) -> list[dict[str, Any]] | None:
-    if turns is None:
-        return None
-    return [
-        {
-            "source": "model" if turn["by"] == "model" else "environment",
-            "name": None if turn["by"] in ("model", "environment") else turn["by"],
-            "text": redact.text(turn["text"]),
-            "reward": turn.get("reward"),
-        }
-        for turn in turns
-    ]
+def validation_lines(samples: Mapping[str, Sequence[Any]], step: int) -> Iterator[dict[str, Any]]:
+    """Yield the line of every response for a JSONL file. `samples`: see `Validator`."""
+    names = ("data_source", "uid", *_reward_outputs(samples))
+    for row, text in enumerate(samples["response_text"]):
+        values = {name: samples[name][row] for name in names}
+        yield json_line(step, text, samples["gts"][row], samples["reward"][row], values)
+
+
+def _reward_outputs(samples: Mapping[str, Sequence[Any]]) -> list[str]:
+    return [name for name in samples if name not in DESCRIPTIONS and name != "reward"]
+
+
+def _clean_turns(turns: Sequence[Turn], redact: Redaction) -> list[Turn]:
+    return [turn | {"text": redact.text(turn["text"])} for turn in turns]
 
 
 # ---------------------------------------------------------------- values

@@ -1,4 +1,4 @@
-"""RunRecord: the recording of an RL run, its summary, and dumps of batches and responses."""
+"""RunRecord: the recording of an RL run, its summary, and files of batches and responses."""
 
 from __future__ import annotations
 
@@ -15,34 +15,47 @@ from typing import Any
 from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.recording.retention import delete_oldest
-from verl.trainer.common.dumps import dump_batch, dump_rows
+from verl.trainer.common.dumps import ResponseFiles, dump_batch
 from verl.trainer.common.rank_poll import Groups
 from verl.trainer.common.recorder import KEY, Recorder
 from verl.trainer.common.run_start import RunStart
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.run_summary import RunSummary
-from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions, record_validation
+from verl.trainer.ppo.recorded_rows import RecordedStep, RowOptions, record_validation, validation_lines
 from verl.trainer.recovery.step_end import FOLDER, NonFatalFailures
+from verl.utils.concurrency import JobThread
 from verl.utils.fs import expand_path
 
 logger = logging.getLogger(__name__)
 
 VALIDATION_FOLDER = "val_only"
 """Folder in `trainer.default_local_dir` of the recordings of runs with `trainer.val_only`, a folder for each."""
-_RESPONSES = "trainer.rollout_data_dir"
+_RESPONSES, _VALIDATION = "trainer.rollout_data_dir", "trainer.validation_data_dir"
 
 
 class RunRecord:
-    """Records the run, collects its summary and writes dumps. A file that cannot be written is a non-fatal failure."""
+    """Records the run, collects its summary and writes files of batches and responses. A file that cannot be written is
+    a non-fatal failure.
+
+    The recording and the JSONL files of responses are written in one background thread, from the same converted rows.
+    The recording may contain only a sample; the JSONL files contain all responses, and training waits if the thread
+    falls behind.
+    """
 
     def __init__(self, config: PPOConfig, tokenizer: Any, failures: NonFatalFailures, status: RunStatus) -> None:
-        self._config, self._tokenizer, self._failures = config, tokenizer, failures
+        self._config, self._failures = config, failures
         self._trainer = config.trainer
+        # A tokenizer cannot be used by two threads at the same time.
+        self._tokenizer = copy.deepcopy(tokenizer)
         # A run that only validates does not own the run's folder, in which a training run may be recorded, and others
         # may validate at the same time.
         subfolder = validation_subfolder(config.trainer.default_local_dir) if config.trainer.val_only else ""
-        self.recorder = Recorder(config.trainer, "ppo", status, subfolder)
-        self._options: RowOptions | None = None
+        self._thread = JobThread("recording")
+        self.recorder = Recorder(config.trainer, "ppo", status, subfolder, self._thread)
+        self._files = ResponseFiles(self._thread, failures, self.recorder.redaction)
+        record = config.trainer.record
+        budget = int(record.max_mb_per_step * 1e6)
+        self._options = RowOptions(self._tokenizer, self.recorder.redaction, record.texts, budget)
         self.summary = RunSummary()
 
     def open(self, start: RunStart, groups: Groups) -> None:
@@ -53,19 +66,19 @@ class RunRecord:
         self._failures.dump(KEY, str(self.recorder.folder), start.step, act)
 
     def _open(self, start: RunStart, groups: Groups) -> None:
-        record = self._trainer.record
-        # A tokenizer cannot be used by two threads at the same time.
-        tokenizer = copy.deepcopy(self._tokenizer)
-        budget = int(record.max_mb_per_step * 1e6)
         first_step = 0 if self._trainer.val_only else start.first_step
-        self.recorder.open(first_step, self._config.to_dict(), groups, start.resume_from, tokenizer)
-        self._options = RowOptions(tokenizer, self.recorder.redaction, record.texts, budget)
+        self.recorder.open(first_step, self._config.to_dict(), groups, start.resume_from, self._tokenizer)
         if self._trainer.val_only:
-            delete_oldest(self.recorder.folder.parents[1].iterdir(), int(record.max_gb * 1e9))
+            delete_oldest(self.recorder.folder.parents[1].iterdir(), int(self._trainer.record.max_gb * 1e9))
 
     def close(self, step: int, error: BaseException | None) -> None:
         """Write everything that was recorded. `error`: the exception that ends the run, if any."""
-        self.recorder.close(step, error)
+        try:
+            if error is None or isinstance(error, Exception):  # after a second stop signal, nothing waits
+                self._files.wait()
+        finally:
+            self.recorder.close(step, error)
+            self._thread.close()
 
     def dump(self, batch: DataProto, step: int, version: int, rewards: Collection[str], has_bad_update: bool) -> None:
         """Record the groups and trajectories of a step; write the batch if `trainer.dump_steps` contains the step or
@@ -78,18 +91,32 @@ class RunRecord:
             dumped = self._failures.dump(FOLDER, folder, step, partial(dump_batch, batch, folder, step))
             if dumped is not None:
                 logger.info("batch of step %d written to %s", step, dumped)
-        if self._options is not None:
-            with self.recorder.timed():
-                self.recorder.submit(RecordedStep(batch, step, version, rewards, self._options).write, step)
-        if (responses_folder := self._trainer.rollout_data_dir) is not None:
-            write = partial(dump_rows, batch, self._tokenizer, responses_folder, step, self.recorder.redaction)
-            self._failures.dump(_RESPONSES, responses_folder, step, write)
+        recorded = RecordedStep(batch, step, version, rewards, self._options)
+        with self.recorder.timed():
+            if (responses_folder := self._trainer.rollout_data_dir) is not None:
+                fetched = self._failures.dump(_RESPONSES, responses_folder, step, recorded.fetch_tokens)
+                if fetched is not None:
+                    self._files.submit(_RESPONSES, responses_folder, step, fetched.lines)
+            self.recorder.submit(recorded.write, step)
 
-    def validation(self, samples: Mapping[str, Sequence[Any]], step: int) -> None:
-        """Record scored responses to the validation prompts."""
-        if self._options is not None:
-            with self.recorder.timed():
-                self.recorder.submit(partial(record_validation, samples, step, self._options), step)
+    def validation(self, samples: Mapping[str, Sequence[Any]], correct: Sequence[bool | None], step: int) -> None:
+        """Record scored responses to the validation prompts (`Validator`); `correct`: of each response."""
+        with self.recorder.timed():
+            if (folder := self._trainer.validation_data_dir) is not None:
+                self._files.submit(_VALIDATION, folder, step, partial(validation_lines, samples, step))
+            job = partial(record_validation, {**samples, "correct": correct}, step, self._options)
+            self.recorder.submit(job, step)
+        if self._trainer.val_only:  # writing the files is the purpose of the run: a failure is fatal
+            self._files.wait(essential=True)
+
+    def wait_for_files(self) -> None:
+        """Wait until the files of responses are written."""
+        self._files.wait()
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """Report failed files; return the seconds that recording took in the trainer's thread, as metrics."""
+        self._files.report()
+        return self.recorder.end_step(step, self._failures)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of a step, and add them to the summary."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +12,11 @@ from verl.algos.groups import Trajectories
 from verl.config import PPOConfig
 from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array
-from verl.recording.redaction import Redaction
-from verl.trainer.common.dumps import extra_fields, ground_truths, response_texts, write_jsonl
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.advantage import compute_response_mask
 from verl.trainer.ppo.metric_utils import process_validation_metrics
+from verl.trainer.ppo.recorded_rows import DESCRIPTIONS
+from verl.trainer.ppo.response_texts import ground_truths, response_texts, texts_of_batch
 from verl.trainer.ppo.scoring import (
     Correctness,
     correct_flags,
@@ -30,18 +28,12 @@ from verl.trainer.ppo.scoring import (
     with_turn_rewards,
 )
 from verl.trainer.ppo.worker_groups import WorkerGroups
-from verl.trainer.recovery.step_end import NonFatalFailures
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.naive import FAILED_COLUMN
 
 Samples = dict[str, list[Any]]
 """Columns of scored responses."""
 
-# Columns that describe a sample; all other columns are scores.
-_DESCRIPTIONS = (
-    *("prompt", "answer", "gts", "more", "uid", "data_source", "answer_score"),
-    *("sample_index", "length", "finish_reason"),
-)
 # Column with 1.0 for agents that failed or were aborted; only in batches with `agent_metrics`.
 _UNFINISHED = "agent_failed"
 # Statistics under `val-core`; spread and bounds are under `val-aux`.
@@ -60,13 +52,12 @@ class Validator:
         tokenizer: Any,
         groups: WorkerGroups,
         add_rm_scores: BatchToBatch,
-        failures: NonFatalFailures,
-        record: Callable[[Samples, int], None] = lambda samples, step: None,
+        record: Callable[[Samples, Sequence[bool | None], int], None] = lambda samples, correct, step: None,
     ) -> None:
-        """`add_rm_scores` adds the scores of the reward model to a batch, if the run has one. `record(samples, step)`
-        records scored responses."""
+        """`add_rm_scores` adds the scores of the reward model to a batch, if the run has one.
+        `record(samples, correct, step)` records scored responses."""
         self._config, self._tokenizer, self._groups = config, tokenizer, groups
-        self._add_rm_scores, self._failures, self._record = add_rm_scores, failures, record
+        self._add_rm_scores, self._record = add_rm_scores, record
 
     def run(
         self,
@@ -85,31 +76,17 @@ class Validator:
         samples = join_samples([self._generate_and_score(batch, generate, reward_fn, status) for batch in batches])
         self.show(samples, step, tracking)
         scores_are_continuous = scored_by_model(self._config)
-        self._record(samples | {"correct": sample_correctness(samples, scores_are_continuous)}, step)
+        self._record(samples, sample_correctness(samples, scores_are_continuous), step)
         return sample_metrics(samples, scores_are_continuous)
 
     def show(self, samples: Samples, step: int, tracking: Tracking) -> None:
-        """Log sampled responses to the trackers; write all of them to JSONL if a folder is set."""
-        config = self._config.trainer
-        own = {"input": "prompt", "output": "answer", "gts": "gts", "score": "reward"}
-        rows = _rows({name: samples[column] for name, column in own.items()})
-        if config.log_val_generations and rows:
-            order = np.random.default_rng(self._config.data.seed).permutation(len(rows))[: config.log_val_generations]
-            chosen = [(rows[i]["input"], rows[i]["output"], rows[i]["score"]) for i in order]
+        """Log sampled responses to the trackers."""
+        config, count = self._config.trainer, len(samples["uid"])
+        order = np.random.default_rng(self._config.data.seed).permutation(count)[: config.log_val_generations]
+        if len(order):
+            texts, rewards = samples["response_text"], samples["reward"]
+            chosen = [(texts[i].prompt, texts[i].response, rewards[i]) for i in order]
             tracking.log_generations(chosen, step, on_console=config.console_val_generations)
-        if (folder := config.validation_data_dir) is not None:
-            more = samples.get("more", [{}] * len(rows))
-            names = ("data_source", "uid", *(name for name in samples if name not in (*_DESCRIPTIONS, "reward")))
-            extra = _rows(extra_fields({name: samples[name] for name in names}))
-            dumped = [
-                {"step": step, **row, **texts, **fields} for row, texts, fields in zip(rows, more, extra, strict=True)
-            ]
-            redaction = Redaction(config.record.redact)
-            write = functools.partial(write_jsonl, dumped, Path(folder) / f"{step}.jsonl", redaction)
-            if config.val_only:  # writing the files is the purpose of the run: a failure is fatal
-                write()
-            else:
-                self._failures.dump("trainer.validation_data_dir", folder, step, write)
 
     def _generate_and_score(
         self, batch: DataProto, generate: BatchToBatch, reward_fn: Any, status: RunStatus
@@ -127,16 +104,14 @@ class Validator:
             scores = with_turn_rewards(base_scores, local)
         key, columns, trajectories = self._config.data.reward_fn_key, local.non_tensor_batch, Trajectories.of(local)
         rows = trajectories.last_rows
-        texts = response_texts(local, self._tokenizer)
+        texts = response_texts(texts_of_batch(local, self._tokenizer), trajectories, columns)
         extra_values = {name: [values[row] for row in rows] for name, values in extra.items()}
         if "num_turns" in columns:
             extra_values["num_turns"] = columns["num_turns"][rows].tolist()
         rewards = known_scores(trajectories.sum(scores.sum(-1)).tolist(), extra_values.get(FAILED_COLUMN), reward_fn)
         samples = extra_values | {
-            "prompt": [text.pop("input") for text in texts],
-            "answer": [text.pop("output") for text in texts],
+            "response_text": texts,
             "gts": ground_truths(local),
-            "more": texts,
             "uid": columns["uid"][rows].tolist(),
             "data_source": columns[key][rows].tolist() if key in columns else ["unknown"] * len(trajectories),
             "reward": rewards,
@@ -149,10 +124,6 @@ class Validator:
         if "agent_metrics" in columns:
             samples |= with_unfinished(samples, unfinished_agents(local, trajectories), scored_by_model(self._config))
         return samples
-
-
-def _rows(columns: Samples) -> list[dict[str, Any]]:
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def with_unfinished(samples: Samples, unfinished: Sequence[bool], scores_are_continuous: bool) -> Samples:
@@ -189,7 +160,7 @@ def sample_metrics(samples: Samples, scores_are_continuous: bool) -> dict[str, f
     """Return the statistics of every score per data source, the accuracy where responses are right or wrong, and the
     number of responses that could not be scored (`val/reward/errors/timeout`, …)."""
     metrics = error_metrics(samples, "val/")
-    infos = {name: column for name, column in samples.items() if name not in _DESCRIPTIONS}
+    infos = {name: column for name, column in samples.items() if name not in DESCRIPTIONS}
     for source, variables in process_validation_metrics(samples["data_source"], samples["uid"], infos).items():
         main = "acc" if "acc" in variables else "reward"
         for variable, values in variables.items():

@@ -24,6 +24,7 @@ from verl.recording.writer import RecordWriter
 from verl.trainer.common.dumps import decode
 from verl.trainer.common.recorder import Recorder
 from verl.trainer.ppo.recorded_rows import TEXT_BYTES, RowOptions, validation_columns
+from verl.trainer.ppo.response_texts import ResponseText, Turn
 
 ID_BYTES, _VALUE_BYTES = 4, 4
 
@@ -329,16 +330,23 @@ def _write(rows: Sequence[_Row], count: int, step: int, options: RowOptions, wri
         "finish_reason": [None] * len(rows),
         **{name: [row.rewards[name] for row in rows] for name in rows[0].rewards},
     }
-    if options.texts:
-        texts = {name: decode(options.tokenizer, [row.texts[name].tolist() for row in rows]) for name in rows[0].texts}
-        samples |= {"prompt": texts["prompt"], "answer": texts["response"]}
-        if "rejected" in texts:
-            samples["more"] = [
-                {"turns": [_turn("chosen", chosen), _turn("rejected", rejected)]}
-                for chosen, rejected in zip(texts["response"], texts["rejected"], strict=True)
-            ]
+    samples["response_text"] = _texts(rows, options) if options.texts else [ResponseText("", "")] * len(rows)
     writer.write_table("validation", step, validation_columns(samples, step, options), sample)
 
 
-def _turn(name: str, text: str) -> Mapping[str, str]:
-    return {"by": name, "text": text}
+def _texts(rows: Sequence[_Row], options: RowOptions) -> list[ResponseText]:
+    """Return the texts of rows or pairs; both responses of a pair are turns."""
+    names = list(rows[0].texts)
+    decoded = [decode(options.tokenizer, [row.texts[name].tolist() for row in rows]) for name in names]
+    texts = []
+    for values in zip(*decoded, strict=True):
+        text = dict(zip(names, values, strict=True))
+        turns = None
+        if "rejected" in text:
+            turns = [_turn("chosen", text["response"]), _turn("rejected", text["rejected"])]
+        texts.append(ResponseText(text["prompt"], text["response"], turns=turns))
+    return texts
+
+
+def _turn(name: str, text: str) -> Turn:
+    return {"source": "environment", "name": name, "text": text}

@@ -16,6 +16,7 @@ from verl.protocol import DataProto
 from verl.trainer.common.recorder import Recorder
 from verl.trainer.evaluation import reward_rules, score_samples
 from verl.trainer.ppo.recorded_rows import RowOptions, record_validation
+from verl.trainer.ppo.response_texts import ResponseText
 from verl.trainer.ppo.validator import sample_correctness, sample_metrics
 from verl.trainer.supervised.row_record import ValidationRecord
 from verl.trainer.supervised.trainer import SupervisedTrainer, custom_dataset
@@ -197,8 +198,7 @@ class GenerativeValidation:
         columns[ERROR_COLUMN] = [score.kind for score in scores]
         columns["reward"] = [score.value for score in scores]
         recorded = columns | {
-            "prompt": self._prompt_texts,
-            "answer": texts,
+            "response_text": [ResponseText(*pair) for pair in zip(self._prompt_texts, texts, strict=True)],
             "gts": [sample.ground_truth for sample in samples],
             "sample_index": [index % val_n for index in range(len(texts))],
             "length": [len(ids) for ids in output.non_tensor_batch["response_ids"]],

@@ -168,13 +168,14 @@ def test_a_full_disk_costs_dumps_and_answers_not_the_run(task, small_disk, tmp_p
 
     with caplog.at_level(logging.ERROR, logger="verl"):
         trainer = run_training(arguments, trainer_cls=Fills)
-    first, last = trainer.history
-    assert first["training/failed_dumps"] == 3
-    assert last["training/failed_dumps"] == 6
+    _, last = trainer.history
+    assert trainer.failures.metrics()["training/failed_dumps"] == 6, "two batches, two steps, two validations"
+    assert last["training/failed_dumps"] >= 2, "files of responses are written in the background"
     assert any(name.startswith("val-core/") for name in last)
     assert "training/failed_validations" not in last
     keys = [record.getMessage().partition(" = ")[0] for record in caplog.records if record.levelno == logging.ERROR]
-    assert keys == ["trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir"]
+    assert set(keys) == {"trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir"}
+    assert len(keys) == 3
     assert "space" in caplog.text
     assert [path.name for path in small_disk.rglob("*") if path.suffix == ".pt" or ".jsonl" in path.name] == []
 
