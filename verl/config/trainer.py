@@ -16,7 +16,8 @@ class RecordConfig(Block):
         min=0,
     )
     max_gb: float = key(
-        "Gigabytes of the whole recording; beyond it, trajectories of evenly spaced steps are deleted.", above=0
+        "Gigabytes of the whole recording, with those of earlier runs; beyond it, these and then steps are deleted.",
+        above=0,
     )
     texts: bool = key("Record texts and token ids; False: numbers only.")
     redact: list[str] = key("Regular expressions; matches in recorded and dumped texts are replaced.", null="none")

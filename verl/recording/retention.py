@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,48 +21,61 @@ logger = logging.getLogger(__name__)
 _ACTIVE_S = 3600.0
 
 
-def set_aside(folder: Path, run_id: str | None, max_bytes: int | None = None) -> None:
-    """Move the recording in `folder` to `<folder>_before_<time>`, unless it is of the command `run_id`.
-
-    `max_bytes`: budget of all recordings that were moved aside; the oldest ones beyond it are deleted.
-    """
+def set_aside(folder: Path, run_id: str | None) -> None:
+    """Move the recording in `folder` to `<folder>_before_<time>`, unless it is of the command `run_id`."""
     if folder.exists() and (run_id is None or _run_id(folder) != run_id):
         target = folder.with_name(f"{folder.name}_before_{time.strftime('%Y%m%d-%H%M%S')}")
         while target.exists():
             target = target.with_name(f"{target.name}-1")
         os.rename(folder, target)
-        # Nothing writes to folders that were moved aside: they are deleted whatever their age.
-        delete_oldest(folder.parent.glob(f"{folder.name}_before_*"), max_bytes, active_s=0.0)
 
 
-def delete_oldest(folders: Iterable[Path], max_bytes: int | None, active_s: float = _ACTIVE_S) -> list[Path]:
-    """Delete the oldest folders until all together are within `max_bytes` (None: no limit); return the deleted ones.
+def earlier_recordings(folder: Path) -> list[Path]:
+    """Return the recordings that `set_aside` has moved, the oldest first."""
+    return sorted(folder.parent.glob(f"{folder.name}_before_*"), key=_changed)
 
-    The newest one, and folders in which a file changed within the last `active_s` seconds, are kept.
+
+def delete_oldest(folders: Iterable[Path], max_bytes: int) -> list[Path]:
+    """Delete the oldest folders until all together are within `max_bytes`; return the deleted ones.
+
+    The newest one, and folders in which a file changed within the last hour, are kept: runs may be recording in them.
     """
-    if max_bytes is None:
-        return []
     newest_first = sorted(folders, key=_changed, reverse=True)
     total, deleted = sum(map(size_of, newest_first[:1])), []
     for folder in newest_first[1:]:
         total += size_of(folder)
-        if total > max_bytes and time.time() - _changed(folder) >= active_s:
-            shutil.rmtree(folder)
+        if total > max_bytes and time.time() - _changed(folder) >= _ACTIVE_S and delete_recording(folder, max_bytes):
             deleted.append(folder)
-    if deleted:
-        names = ", ".join(folder.name for folder in deleted)
-        logger.warning("recording: deleted to stay within trainer.record.max_gb (%g GB): %s", max_bytes / 1e9, names)
     return deleted
+
+
+def delete_recording(folder: Path, max_bytes: int) -> bool:
+    """Delete a recording that exceeds the budget; return False if another process has deleted it."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return False
+    limit = f"trainer.record.max_gb ({max_bytes / 1e9:g} GB)"
+    logger.warning("recording: deleted %s to stay within %s", folder.name, limit)
+    return True
 
 
 def size_of(folder: Path) -> int:
     """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(stat.st_size for stat in _stats(folder))
 
 
 def _changed(folder: Path) -> float:
     """Time of the last change of a file in the folder; 0 if it has none."""
-    return max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=0.0)
+    return max((stat.st_mtime for stat in _stats(folder)), default=0.0)
+
+
+def _stats(folder: Path) -> Iterator[os.stat_result]:
+    """Yield the status of every file in a folder. Other processes may write and delete files meanwhile."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.stat(os.path.join(root, name))
 
 
 def _run_id(folder: Path) -> str | None:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from verl.recording import schema
 from verl.recording.redaction import Redaction
-from verl.recording.retention import set_aside, size_of, step_to_drop
+from verl.recording.retention import delete_recording, earlier_recordings, set_aside, size_of, step_to_drop
 from verl.utils.concurrency import JobThread
 from verl.utils.disk import JsonLines, atomic_write, to_json
 from verl.version import __version__
@@ -56,13 +56,14 @@ class RecordWriter:
         `thread`: writes the files (None: one of its own).
 
         `run_id`: id of the command, which its restarts share. A recording that this run does not continue (`first_step`
-        is 0, and the id differs) is moved to `record_before_<time>`; of those, the oldest are deleted if they exceed
-        `max_bytes`.
+        is 0, and the id differs) is moved to `record_before_<time>`.
+
+        `max_bytes`: budget of the recording and those that were moved, which are deleted first.
         """
         self.folder, self._redaction = folder, redaction or Redaction()
         self._max_bytes = max_bytes
         if first_step == 0:
-            set_aside(folder, run_id, max_bytes)
+            set_aside(folder, run_id)
         folder.mkdir(parents=True, exist_ok=True)
         self.attempt = 1 + _last_attempt(folder / schema.STREAMS["events"].path)
         self._move_superseded_steps(first_step)
@@ -72,7 +73,9 @@ class RecordWriter:
         self._files = {
             name: JsonLines(folder / stream.path) for name, stream in schema.STREAMS.items() if stream.layout == "lines"
         }
-        self._bytes = size_of(folder)
+        self._earlier = earlier_recordings(folder)
+        """Recordings of other runs in the same folder, the oldest first."""
+        self._bytes = size_of(folder) + sum(map(size_of, self._earlier))
         self._lines: list[tuple[str, Mapping[str, Any]]] = []
         """Records that are not written yet."""
         self._dropped: Counter[str] = Counter()
@@ -228,6 +231,7 @@ class RecordWriter:
         small streams alone exceed it, only metrics and events are recorded from now on."""
         if self._stopped or self._max_bytes is None or self._bytes <= self._max_bytes:
             return
+        self._delete_earlier_recordings()
         self._delete_superseded_steps()
         files = {stream: self._step_files(stream) for stream in _DELETABLE}
         deletable = sum(path.stat().st_size for paths in files.values() for path in paths.values())
@@ -268,6 +272,13 @@ class RecordWriter:
                     target = self.folder / _SUPERSEDED / str(self.attempt) / stream.path
                     target.mkdir(parents=True, exist_ok=True)
                     path.rename(target / path.name)
+
+    def _delete_earlier_recordings(self) -> None:
+        assert self._max_bytes is not None
+        while self._earlier and self._bytes > self._max_bytes:
+            folder = self._earlier.pop(0)
+            self._bytes -= size_of(folder)
+            delete_recording(folder, self._max_bytes)
 
     def _delete_superseded_steps(self) -> None:
         for path in (self.folder / _SUPERSEDED).rglob("*.parquet"):

@@ -184,23 +184,29 @@ def test_a_restart_from_the_beginning_continues_the_recording_and_another_comman
     assert len(recording.read(aside).attempts) == 2
 
 
-def test_earlier_recordings_stay_within_the_budget(tmp_path):
-    for number in range(4):
-        writer = open_writer(tmp_path, run_id=str(number), max_bytes=25_000)
+def test_recordings_of_earlier_runs_count_towards_the_budget_and_are_deleted_first(tmp_path):
+    limit = 35_000
+    for number in range(5):
+        writer = open_writer(tmp_path, run_id=str(number), max_bytes=limit)
         writer.event("warning", 1, "x" * 10_000)
         writer.close()
-    kept = sorted(tmp_path.glob("record_before_*"))
-    assert len(kept) == 2
-    assert {json.loads((folder / "run.json").read_text())["run_id"] for folder in kept} == {"1", "2"}
+        writer.raise_error()
+        assert sum(file.stat().st_size for file in tmp_path.rglob("*.*") if file.is_file()) <= limit
+    kept = [tmp_path / "record", *tmp_path.glob("record_before_*")]
+    assert {json.loads((folder / "run.json").read_text())["run_id"] for folder in kept} == {"2", "3", "4"}
+    writer = open_writer(tmp_path, first_step=2, run_id="4", max_bytes=limit)
+    writer.event("warning", 2, "x" * 20_000)
+    writer.close()
+    assert list(tmp_path.glob("record_before_*")) == [], "also the newest one"
+    assert len(recording.read(tmp_path).attempts) == 2
 
 
-def test_the_newest_and_active_recordings_are_never_deleted(tmp_path):
+def test_the_newest_and_active_folders_are_never_deleted(tmp_path):
     for number in range(3):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "file").write_bytes(b"x" * 100)
         os.utime(folder / "file", (number, number))
-    assert delete_oldest(tmp_path.iterdir(), None) == []
     assert [folder.name for folder in delete_oldest(tmp_path.iterdir(), 50)] == ["1", "0"]
     (tmp_path / "active").mkdir()
     (tmp_path / "active/file").write_bytes(b"x" * 100)
@@ -209,13 +215,22 @@ def test_the_newest_and_active_recordings_are_never_deleted(tmp_path):
     assert [folder.name for folder in delete_oldest(tmp_path.iterdir(), 50)] == ["2"]
 
 
+def test_folders_that_another_run_deletes_meanwhile_are_left_out(tmp_path):
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "file").write_bytes(b"x" * 100)
+        os.utime(tmp_path / str(number) / "file", (number, number))
+    (tmp_path / "0/gone").symlink_to(tmp_path / "missing")
+    folders = [tmp_path / "0", tmp_path / "deleted", tmp_path / "1"]
+    assert [folder.name for folder in delete_oldest(folders, 50)] == ["0"]
+
+
 def test_dropped_records_are_counted_in_an_event(tmp_path, monkeypatch):
     monkeypatch.setattr("verl.recording.writer._MAX_LINES", 10)
     writer = open_writer(tmp_path)
     blocked = threading.Event()
+    finish(writer)
     writer.submit(lambda: blocked.wait(30))
-    while writer._items:  # the thread has taken the job
-        pass
     for step in range(1, 26):
         log(writer, step, loss=0.5)
     blocked.set()
