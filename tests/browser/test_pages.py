@@ -90,6 +90,11 @@ def test_an_answer_marks_trained_tokens_and_tool_results(browser, address):
     classes = browser.evaluate("[...document.querySelectorAll('.token[data-index]')].map((e) => e.classList[1])")
     assert classes == ["trained", "trained", "masked", "masked", "trained", "trained"]
     assert browser.evaluate("document.querySelectorAll('details.turn pre.environment').length") == 1
+    details = browser.evaluate("document.querySelector('.details').innerText")
+    assert "tool_calls 2" in details
+    assert "tool_s 0.1235" in details
+    assert "tools" not in details, "empty values are left out"
+    assert "not JSON, <b>markup</b>" in details
     browser.press("\ue014")  # the right arrow
     browser.wait("location.hash.includes('sample=1')")
 

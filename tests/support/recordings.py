@@ -162,6 +162,8 @@ def _trajectories(step: int) -> dict[str, Any]:
         "ground_truth": ["42"] * count,
         "finish_reason": ["stop"] * count,
         "status": ["finished"] * count,
+        "agent": ['{"tool_calls": 2, "tool_s": 0.123456, "error": null, "tools": {}}'] * count,
+        "extra": ["not JSON, <b>markup</b>"] * count,
     }
 
 

@@ -94,7 +94,22 @@ function details(part) {
     ...entry("scorer", part.reward_info && visible(part.reward_info)), ...entry("ground truth", part.ground_truth && visible(part.ground_truth)),
     ...entry("tokens", part.columns.mask ? `${part.columns.mask.length}, trained on ${trained}` : null),
     ...entry("ended by", `${part.finish_reason ?? "–"}${part.status && part.status !== "finished" ? `, ${visible(part.status)}` : ""}`),
-    ...entry("source", visible(part.data_source)), ...entry("agent", part.agent && visible(part.agent)), ...entry("extra", part.extra && visible(part.extra)));
+    ...entry("source", visible(part.data_source)), ...entry("agent", part.agent && fields(part.agent)), ...entry("extra", part.extra && fields(part.extra)));
+}
+
+/** A JSON object as names and values, without empty ones; other texts as they are. */
+function fields(json) {
+  let values = null;
+  try {
+    values = JSON.parse(json);
+  } catch {
+    // not JSON: shown as a text
+  }
+  if (values === null || typeof values !== "object") return visible(json);
+  const isEmpty = (value) => value === null || value === "" || (typeof value === "object" && !Object.keys(value).length);
+  const shown = Object.entries(values).filter(([, value]) => !isEmpty(value));
+  const text = (value) => (typeof value === "number" ? short(value) : visible(typeof value === "string" ? value : JSON.stringify(value)));
+  return h("span", {}, shown.map(([name, value]) => h("span", { class: "pill" }, `${visible(name)} `, h("b", {}, text(value)))));
 }
 
 /** The turns of a response with colours per token, the strip of all tokens, and the prompt. `sources`: names of the sources of turns. */

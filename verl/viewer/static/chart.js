@@ -332,7 +332,8 @@ export class Scatter extends Canvas {
     const [low, high] = bounds(this.points.map((point) => point.y));
     const xPlace = (x) => LEFT + ((x - left) / (right - left)) * (width - LEFT - RIGHT);
     const yPlace = (y) => TOP + 14 + ((high - y) / (high - low)) * (this.height - TOP - BOTTOM - 14);
-    const [xTicks, yTicks] = [ticks(left, right, width / 64), ticks(low, high, 5)];
+    const smallest = (name) => (this.points.every((point) => Number.isInteger(point[name])) ? 1 : 0); // tokens and counts
+    const [xTicks, yTicks] = [ticks(left, right, width / 64, smallest("x")), ticks(low, high, 5, smallest("y"))];
     this.axes(context, width, { ticks: xTicks, labels: tickLabels(xTicks), place: xPlace }, { ticks: yTicks, labels: tickLabels(yTicks), place: yPlace }, this.xLabel);
     context.textAlign = "left";
     context.fillText(this.yLabel, 4, TOP);
