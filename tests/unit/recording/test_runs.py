@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,15 @@ def test_lines_and_trajectories_are_one_conversion(tmp_path):
     assert [(row["prompt"], row["turns"][0]["text"], row["score"]) for row in rows] == [
         (line["input"], line["output"], line["score"]) for line in lines
     ]
+
+
+def test_lines_need_no_worker_after_their_tokens_are_fetched(monkeypatch):
+    batch = _step_batch()
+    batch.lengths = SimpleNamespace(prompt=[3] * 8, response=[3] * 8)  # as a BatchRef, known without fetching
+    options = RowOptions(tiny_tokenizer(), Redaction(), texts=True, max_bytes=0)
+    step = RecordedStep(batch, 1, version=0, reward_names=(), options=options).fetch_tokens()
+    monkeypatch.delattr(RecordedStep, "_fetch")
+    assert [line["score"] for line in step.lines()] == [3.0] * 8
 
 
 def test_the_sample_is_chosen_before_its_columns_are_fetched(tmp_path, monkeypatch):

@@ -74,7 +74,7 @@ class RowOptions(NamedTuple):
     """How rows are recorded."""
 
     tokenizer: Any
-    """Used only by the writer's thread."""
+    """Used only by the thread of the recording."""
     redaction: Redaction
     texts: bool
     max_bytes: int
@@ -82,7 +82,8 @@ class RowOptions(NamedTuple):
 
 
 class RecordedStep:
-    """The responses of a step. Columns are fetched and texts decoded in the thread that calls `lines` or `write`."""
+    """The responses of a step. Texts are decoded, and columns that are not fetched yet are fetched, in the thread that
+    calls `lines` or `write`."""
 
     def __init__(
         self, batch: DataProto, step: int, version: int, reward_names: Collection[str], options: RowOptions
@@ -95,10 +96,10 @@ class RecordedStep:
 
     def fetch_tokens(self) -> RecordedStep:
         """Fetch what `lines` needs, in the calling thread: a worker that stores columns may die before `lines` runs."""
-        tokens = self._fetch(["prompts", "responses"]).batch
+        tokens, _ = self._fetch(["prompts", "responses"]).batch, self._local
         prompts, responses = (tokens[name].cpu().numpy() for name in ("prompts", "responses"))
-        ids = unpadded(prompts, self._prompt_lengths, align_right=True), unpadded(responses, self._lengths)
-        self._all_tokens = ids
+        prompt_ids = unpadded(prompts, self._prompt_lengths, align_right=True)
+        self._all_tokens = prompt_ids, unpadded(responses, self._lengths)
         return self
 
     def lines(self) -> Iterator[dict[str, Any]]:
