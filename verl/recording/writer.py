@@ -208,8 +208,8 @@ class RecordWriter:
             lines, self._lines = self._lines, []
             dropped, self._dropped = self._dropped, Counter()
         if dropped:
-            record = self._event_record("dropped_records", self._step, "", dropped)
-            lines.append(("events", {**record, "attempt": self.attempt}))
+            event = self._event_record("dropped_records", self._step, "", dropped)
+            lines.append(("events", {**event, "attempt": self.attempt}))
             logger.warning("recording: %d records were dropped: the disk is too slow", dropped.total())
         by_stream: dict[str, list[Any]] = defaultdict(list)
         for stream, record in lines:

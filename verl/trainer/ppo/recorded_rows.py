@@ -312,7 +312,7 @@ class RecordedStep:
         ids = unpadded(responses, self._lengths[rows])
         return turn_texts(self._options.tokenizer, ids, self._agent_turns(rows))
 
-    def _agent_turns(self, rows: np.ndarray) -> Sequence[Any] | None:
+    def _agent_turns(self, rows: np.ndarray) -> np.ndarray | None:
         turns = self._objects.get("agent_turns")
         return None if turns is None else turns[rows]
 

@@ -35,7 +35,10 @@ class RowTexts(NamedTuple):
 
 
 def row_texts(
-    tokenizer: Any, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], agent_turns: Sequence[Any] | None
+    tokenizer: Any,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    agent_turns: Sequence[Any] | np.ndarray | None,
 ) -> RowTexts:
     """Decode rows. `prompts`, `responses`: token ids of each row. `agent_turns`: the rows of this column (None: each
     response is one turn of the model)."""
@@ -62,7 +65,9 @@ def prompt_texts(tokenizer: Any, prompts: Sequence[np.ndarray]) -> list[str]:
     return [texts[ids.tobytes()] for ids in prompts]
 
 
-def turn_texts(tokenizer: Any, responses: Sequence[np.ndarray], agent_turns: Sequence[Any] | None) -> list[list[Turn]]:
+def turn_texts(
+    tokenizer: Any, responses: Sequence[np.ndarray], agent_turns: Sequence[Any] | np.ndarray | None
+) -> list[list[Turn]]:
     """Return the turns of each row with their texts. A turn that exceeds a truncated response is truncated, too."""
     turns, pieces = turns_of_rows(agent_turns, [len(ids) for ids in responses]), []
     for ids, row in zip(responses, turns, strict=True):
@@ -74,7 +79,7 @@ def turn_texts(tokenizer: Any, responses: Sequence[np.ndarray], agent_turns: Seq
     return [[turn | {"text": next(texts)} for turn in row] for row in turns]
 
 
-def turns_of_rows(agent_turns: Sequence[Any] | None, lengths: Sequence[int]) -> list[list[Turn]]:
+def turns_of_rows(agent_turns: Sequence[Any] | np.ndarray | None, lengths: Sequence[int]) -> list[list[Turn]]:
     """Return the turns of each row without texts. `lengths`: tokens of the responses."""
     if agent_turns is None:
         agent_turns = [[("model", int(length), None, None)] for length in lengths]
