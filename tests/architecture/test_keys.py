@@ -46,10 +46,12 @@ def sources() -> dict[str, tuple[set[str], set[str]]]:
     return found
 
 
+@functools.cache
 def leaves(root: type) -> dict[str, Entry]:
     return {path: entry for path, entry in walk(root) if entry.block is None}
 
 
+@functools.cache
 def owners(root: type) -> dict[str, set[str]]:
     """Names of the blocks in which a key of this name is declared."""
     found: dict[str, set[str]] = {}
@@ -57,6 +59,11 @@ def owners(root: type) -> dict[str, set[str]]:
         block, _, name = path.rpartition(".")
         found.setdefault(name, set()).add(block.rpartition(".")[2])
     return found
+
+
+@functools.cache
+def blocks(root: type) -> dict[str, Entry]:
+    return {path: entry for path, entry in walk(root) if entry.block is not None}
 
 
 def is_read(path: str, entry: Entry, root: type) -> bool:
@@ -70,7 +77,7 @@ def is_read(path: str, entry: Entry, root: type) -> bool:
     block, _, name = path.rpartition(".")
     if block in READ_WHOLE:
         return any(block.rpartition(".")[2] in looked_up for looked_up, _ in sources().values())
-    cls = dict(walk(root))[block].block if block else root
+    cls = blocks(root)[block].block if block else root
     owner = {block.rpartition(".")[2], *(base.__name__ for base in cls.__mro__ if base not in Block.__mro__)}
     sure = not block or ("_" in name and len(owners(root)[name]) == 1)
     if any(name in looked_up and (sure or owner & named) for looked_up, named in sources().values()):

@@ -6,6 +6,7 @@ Hydra stops at the first unknown key, and at `+key` for a known one. Therefore `
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +73,7 @@ def _quote_if_needed(value: str) -> str:
     return value
 
 
+@functools.lru_cache(maxsize=4096)  # 1 ms each, and every value is parsed for its quotes and for itself
 def _parse(value: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
