@@ -74,10 +74,16 @@ def _may_start_processes(path: Path) -> bool:
     return "distributed" in path.parts or re.search(r"mark\.processes|ray_cluster", path.read_text()) is not None
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marks implied by folders and fixtures; tests without either mark themselves as `processes`."""
+    """Add the marks implied by folders and fixtures; tests without either mark themselves as `processes`.
+
+    With `--dist loadgroup` one pytest worker runs the tests on the Ray cluster, the other one whole programs by file.
+    """
     for item in items:
-        if "distributed" in item.path.parts or "ray_cluster" in getattr(item, "fixturenames", ()):
+        on_ray = "distributed" in item.path.parts or "ray_cluster" in getattr(item, "fixturenames", ())
+        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else str(item.path)))
+        if on_ray:
             item.add_marker(pytest.mark.processes)
         if "engines" in item.path.parts:
             item.add_marker(pytest.mark.engines)

@@ -49,13 +49,26 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return folders
 
 
-@pytest.fixture
-def registry(folders) -> Iterator[tuple[AsyncEngine, LoraRegistry]]:
+@contextlib.contextmanager
+def build_registry(folders) -> Iterator[tuple[AsyncEngine, LoraRegistry]]:
     model = as_config(ModelConfig, {"path": folders["base"]}, at="actor_rollout_ref.model")
     config = as_config(RolloutConfig, {"max_model_len": 128, "dtype": "float32", "max_num_seqs": 8})
     built = build_engine(folders["base"], model, config, adapters=AdapterOptions(RANK, slots=2, shared=False))
     with contextlib.closing(AsyncEngine(built.engine)) as engine:
         yield engine, LoraRegistry(engine, built.model.adapters, ["base"])
+
+
+@pytest.fixture
+def registry(folders) -> Iterator[tuple[AsyncEngine, LoraRegistry]]:
+    with build_registry(folders) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def unchanged_registry(folders) -> Iterator[tuple[AsyncEngine, LoraRegistry, list[int]]]:
+    """Without adapters, and the base model's answer: of tests that check that nothing has changed."""
+    with build_registry(folders) as (engine, loras):
+        yield engine, loras, greedy(tiny_model("qwen2"))
 
 
 def submit(engine: AsyncEngine, adapter: str | None, new: int = 8, name: str = "r") -> Any:
@@ -188,15 +201,15 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_adapters_that_do_not_fit_are_rejected_and_change_nothing(case, tmp_path, registry):
-    engine, loras = registry
-    save_adapter(tmp_path, adapted(1))
+def test_adapters_that_do_not_fit_are_rejected_and_change_nothing(case, tmp_path, folders, unchanged_registry):
+    engine, loras, answer = unchanged_registry
+    shutil.copytree(folders["a1"], tmp_path, dirs_exist_ok=True)
     change, message = WRONG[case]
     change(tmp_path)
     with pytest.raises(ValueError, match=message):
         loras.load("wrong", str(tmp_path))
     assert loras.names() == ()
-    assert submit(engine, None).result(60).token_ids == greedy(tiny_model("qwen2"))
+    assert submit(engine, None).result(60).token_ids == answer
 
 
 def test_adapters_of_another_model_are_rejected(tmp_path, registry):

@@ -151,8 +151,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.mark.parametrize("source", ["toy", "says_acc"])
-@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize(
+    ("right", "source"),
+    [
+        (True, "says_acc"),
+        (False, "toy"),
+        pytest.param(True, "toy", marks=pytest.mark.slow),
+        pytest.param(False, "says_acc", marks=pytest.mark.slow),
+    ],
+)
 def test_an_answer_is_right_by_its_score_and_a_failed_agent_is_wrong(task, tmp_path, caplog, right, source):
     """Whatever its turns earned. Training and validation count alike: two of six prompts are answered."""
     caplog.set_level("INFO", logger="verl")

@@ -23,7 +23,13 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize("more", [(), ("actor_rollout_ref.model.lora_rank=4",)], ids=["full", "adapters"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="full"),
+        pytest.param(("actor_rollout_ref.model.lora_rank=4",), id="adapters", marks=pytest.mark.slow),
+    ],
+)
 def test_agents_train_the_same_with_shared_prefixes(tmp_path, more):
     task = make_task(tmp_path)
     plain, shared = (

@@ -116,11 +116,11 @@ def newest(root: Path) -> str:
 @pytest.mark.parametrize(
     ("before", "max_to_keep", "copies", "every"),
     [
-        ([1, 2], 1, "copies", 12),
+        ([1, 2], 1, "copies", 24),
         pytest.param([1, 2], 1, "copies", 1, marks=pytest.mark.slow),
         pytest.param([1], {"actor": 2, "critic": 1}, None, 1, marks=pytest.mark.slow),
     ],
-    ids=["every 12th", "replaced", "parts"],
+    ids=["every 24th", "replaced", "parts"],
 )
 def test_killed_before_a_file_operation_of_a_save_and_its_copy(tmp_path, before, max_to_keep, copies, every):
     """Killed before the first operation, then before the (1 + `every`)th and so on, in a new process each time."""

@@ -140,9 +140,16 @@ def batch(step: int, rows: int, group: int) -> DataProto:
     return data
 
 
-@pytest.mark.parametrize("sharing", ["false", "true"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_no_pass_after_the_first_steps_compiles_again(sharing, checkpointing, kernels):
+@pytest.mark.parametrize(
+    ("checkpointing", "sharing"),
+    [
+        (False, "false"),
+        (True, "true"),
+        pytest.param(False, "true", marks=pytest.mark.slow),
+        pytest.param(True, "false", marks=pytest.mark.slow),
+    ],
+)
+def test_no_pass_after_the_first_steps_compiles_again(checkpointing, sharing, kernels):
     """Among them passes of one sequence, and with shared prefixes micro-batches without any."""
     engine = make_engine(tiny_model(), enable_gradient_checkpointing=checkpointing)
     engine.prefix_sharing = PrefixSharing(sharing, engine._cost, compiled=True)
