@@ -32,6 +32,8 @@ LIGHT = (
     "verl.cli.check",
     "verl.cli.init",
 )
+# Of every scorer process.
+WITHOUT_CONFIG = ("verl.utils.process_pool.fork_server", "verl.utils.reward_score.calls")
 WITHOUT_SERVERS = ("verl.sandbox.client", "verl.trainer.ppo.ray_trainer", "verl.planning.plan", "verl.agent.worker")
 
 
@@ -44,6 +46,9 @@ def run_python(program: str) -> str:
 def test_modules_import_nothing_heavy():
     program = f"""
 import importlib, sys
+for module in {WITHOUT_CONFIG!r}:
+    importlib.import_module(module)
+    assert "verl.config" not in sys.modules, module
 for module in {LIGHT!r}:
     importlib.import_module(module)
     assert (heavy := [name for name in {HEAVY!r} if name in sys.modules]) == [], (module, heavy)

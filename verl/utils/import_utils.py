@@ -23,11 +23,12 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from verl.config.problems import Report
+if TYPE_CHECKING:  # importing verl.config takes longer than all else that a scorer process imports
+    from verl.config.problems import Report
 
 _PACKAGE_PREFIX = "pkg://"
 _MODULE_PREFIX = "verl_user_"
