@@ -17,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Tests that start neither Ray nor other processes run in two pytest workers, distributed by file. Of the others, one
 # pytest worker runs those on the shared Ray cluster, the other one those that start whole programs.
-TWO_AT_A_TIME := -n 2 --dist loadfile
+TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 RAY_AND_PROGRAMS := -n 2 --dist loadgroup
 TIER := not slow and not gpu and not engines and not megatron and not browser
 SLOW := slow and not gpu and not engines and not megatron and not browser

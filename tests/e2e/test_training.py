@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.training_harness import actor_weights, make_task, make_trainer, overrides, run_training
+from tests.support.training_harness import SCORERS, actor_weights, make_task, make_trainer, overrides, run_training
 from verl.algos.registry import POLICY_LOSSES
 from verl.trainer.common.training_health import NonFiniteError
 
-GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
+GRPO = (*SCORERS, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.support.training_harness import STEADY, make_task, overrides, run_training
+from tests.support.training_harness import SCORERS, STEADY, make_task, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
 
 ACTOR = "actor_rollout_ref.actor"
 ONE_STEP = (f"{ACTOR}.ppo_mini_batch_size=8", "critic.ppo_mini_batch_size=8", "data.val_files=[]")
-GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
+GRPO = (*SCORERS, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
 # Answers of many lengths, two at a time: most are finished long before the last.
 IN_WAVES = ("data.max_response_length=20", "actor_rollout_ref.rollout.max_num_seqs=2")
 SEPARATE = (f"{ACTOR}.old_log_prob_from_update=False", "reward_model.overlap=False")

@@ -14,6 +14,9 @@ from tests.support.tiny import STEADY_EPS, save_tiny_model
 # For runs whose final weights are compared: keeps rounding differences small (see STEADY_EPS).
 STEADY = (f"actor_rollout_ref.actor.optim.eps={STEADY_EPS}", f"critic.optim.eps={STEADY_EPS}")
 
+# Rewards as in a real run: computed by other processes, while generation goes on.
+SCORERS = ("reward_model.reward_kwargs={num_processes: 2}",)
+
 REWARD_FILE = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """The share of characters below "P" in the alphabet of bytes: easy to improve, and it differs between responses."""
@@ -42,11 +45,7 @@ def make_task(folder: Path, rows: int = 32, **model: Any) -> dict[str, str]:
 
 
 def overrides(task: dict[str, str], folder: Path, *more: str) -> list[str]:
-    """The command line of a small run.
-
-    Unless `more` is about rewards they are computed in this process: scorer processes take a third of such a run.
-    """
-    in_process = () if any("reward" in word for word in more) else ("reward_model.reward_kwargs={num_processes: 0}",)
+    """The command line of a small run."""
     return [
         f"data.train_files={task['train']}",
         f"data.val_files={task['val']}",
@@ -68,20 +67,25 @@ def overrides(task: dict[str, str], folder: Path, *more: str) -> list[str]:
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",
         "trainer.total_training_steps=2",
-        *in_process,
         *more,
     ]
 
 
 def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any = None) -> Any:
-    """A trainer on the in-process controller (or another group class), which records its metrics in `.history`."""
+    """A trainer on the in-process controller (or another group class), which records its metrics in `.history`.
+
+    On the in-process controller rewards are computed in this process, too, unless a key other than the function's path
+    is about rewards: starting scorer processes takes a third of the time of a small run.
+    """
     from verl.config import load_config
     from verl.single_controller.local import LocalWorkerGroup
     from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.utils import hf_tokenizer
 
-    config = load_config(None, arguments)
+    keys = {word.partition("=")[0] for word in arguments} - {"custom_reward_function.path"}
+    in_process = group_cls is None and not any("reward" in key for key in keys)
+    config = load_config(None, [*arguments, *(["reward_model.reward_kwargs={num_processes: 0}"] * in_process)])
     runner = TaskRunner()
     for register in ("actor_rollout", "critic", "reward_model", "ref_policy", "teacher"):
         getattr(runner, f"add_{register}_worker")(config)

@@ -18,7 +18,7 @@ import torch
 from tests.support.moe_runs import REPLAY, moe_overrides, moe_task
 from tests.support.router_cases import CHOSEN, LAYERS, UNKNOWN
 from tests.support.trained_prompts import PromptRecordingTrainer
-from tests.support.training_harness import close, make_task, make_trainer, overrides, run_training
+from tests.support.training_harness import SCORERS, close, make_task, make_trainer, overrides, run_training
 from verl.agent.outputs import failed_trajectory
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.engine import Engine
@@ -29,7 +29,7 @@ from verl.trainer.ppo.rollout_jobs import store_trajectories
 from verl.workers.rollout.call_trace import CallTrace
 
 ROLLOUT = "actor_rollout_ref.rollout"
-GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.total_training_steps=3")
+GRPO = (*SCORERS, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2", "trainer.total_training_steps=3")
 ASYNC = (*GRPO, "trainer.mode=async")
 
 
