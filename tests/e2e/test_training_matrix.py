@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -66,26 +67,19 @@ def assert_it_trained(trainer, task: dict[str, str], expected: set[str]) -> None
     assert all(torch.isfinite(value).all() for value in after.values())
 
 
-@pytest.mark.parametrize("estimator", names.ADV_ESTIMATORS)
-def test_every_estimator_trains(task, tmp_path, estimator):
+PAIRS = list(itertools.zip_longest(names.ADV_ESTIMATORS, reversed(names.POLICY_LOSSES)))
+
+
+@pytest.mark.parametrize(("estimator", "loss"), PAIRS)
+def test_every_estimator_and_every_policy_loss_trains(task, tmp_path, estimator, loss):
     more, expected = EXTRA.get(estimator, ([], set()))
-    run = overrides(
-        task, tmp_path, f"algorithm.adv_estimator={estimator}", "actor_rollout_ref.rollout.n=4", *SHORT, *more
-    )
-    assert_it_trained(run_training(run), task, ALWAYS | expected)
-
-
-@pytest.mark.parametrize("loss", names.POLICY_LOSSES)
-def test_every_policy_loss_trains(task, tmp_path, loss):
-    run = overrides(
-        task,
-        tmp_path,
-        "algorithm=grpo",
+    keys = (
+        f"algorithm.adv_estimator={estimator or 'grpo'}",
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss or 'vanilla'}",
         "actor_rollout_ref.rollout.n=4",
-        f"actor_rollout_ref.actor.policy_loss.loss_mode={loss}",
-        *SHORT,
     )
-    assert_it_trained(run_training(run), task, ALWAYS | LOSS_METRICS.get(loss, set()))
+    trainer = run_training(overrides(task, tmp_path, *keys, *SHORT, *more))
+    assert_it_trained(trainer, task, ALWAYS | expected | LOSS_METRICS.get(loss or "vanilla", set()))
 
 
 # ---------------------------------------------------------------- learning
