@@ -15,10 +15,9 @@ PYTEST := $(BIN)/python -m pytest
 # Write .pyc files, which all processes of tests and training share.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Tests that start neither Ray nor other processes run in two pytest workers, distributed by file. Of the others, one
-# pytest worker runs those on the shared Ray cluster, the other one those that start whole programs.
+# Tests run in two pytest workers, distributed by file; all files that use the shared Ray cluster run in one of them.
+# Files keep their order: xdist's own order leaves files with few and long tests to the end.
 TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
-RAY_AND_PROGRAMS := -n 2 --dist loadgroup
 TIER := not slow and not gpu and not engines and not megatron and not browser
 SLOW := slow and not gpu and not engines and not megatron and not browser
 # Third-party engines have separate environments because their pins conflict with those of .venv.
@@ -32,7 +31,7 @@ check: setup lint
 
 test: setup lint
 	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes"
-	$(PYTEST) $(RAY_AND_PROGRAMS) -m "$(TIER) and processes"
+	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and processes"
 
 test-slow: setup lint
 	$(PYTEST) $(TWO_AT_A_TIME) -m "$(SLOW) and not processes"

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -58,6 +59,9 @@ MARKED_FOLDERS = {
     "gpu": "gpu",
 }
 
+# Matches files whose tests use the Ray cluster: by its fixture, or by fixtures of tests/distributed that request it.
+_USES_RAY = re.compile(r"ray_cluster|cpu_pool|counters|single_controller\.ray")
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import only files that may contain tests selected by `-m`: importing all files takes most of a minute."""
@@ -74,21 +78,30 @@ def _may_start_processes(path: Path) -> bool:
     return "distributed" in path.parts or re.search(r"mark\.processes|ray_cluster", path.read_text()) is not None
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marks implied by folders and fixtures; tests without either mark themselves as `processes`.
-
-    With `--dist loadgroup` one pytest worker runs the tests on the Ray cluster, the other one whole programs by file.
-    """
+    """Add the marks implied by folders and fixtures; tests without either mark themselves as `processes`."""
     for item in items:
-        on_ray = "distributed" in item.path.parts or "ray_cluster" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else str(item.path)))
-        if on_ray:
+        if "distributed" in item.path.parts or "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
         if "engines" in item.path.parts:
             item.add_marker(pytest.mark.engines)
         if item.get_closest_marker("processes") is not None and not _may_start_processes(item.path):
             raise pytest.UsageError(f"{item.nodeid}: name the fixture ray_cluster or the mark processes in its file.")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile -m processes`, run all files that use the Ray cluster in one pytest worker, which starts it."""
+    if config.option.dist != "loadfile" or not re.search(r"(?<!not )\bprocesses\b", config.option.markexpr):
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class RayInOneProcess(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = config.rootpath / nodeid.partition("::")[0]
+            return "ray" if _USES_RAY.search(file.read_text()) else super()._split_scope(nodeid)
+
+    return RayInOneProcess(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
