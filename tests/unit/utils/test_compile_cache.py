@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.single_controller.ray.actors import RayRankHost
 from verl.utils import compile_cache
 from verl.utils.compile_cache import open_compile_cache
 
@@ -193,7 +194,16 @@ print("torch._inductor.compile_fx" in sys.modules, os.environ["TORCHINDUCTOR_CAC
 """
 
 
-def test_ranks_import_the_compiler_early_and_with_this_cache(tmp_path):
+def test_ranks_import_the_compiler_early_and_with_this_cache(root, monkeypatch):
+    imported = []
+    monkeypatch.setattr("importlib.import_module", lambda name: imported.append((name, os.environ[INDUCTOR])))
+    RayRankHost().preload(["json"], compiles=True)
+    assert [name for name, _ in imported] == ["json", "torch._inductor.compile_fx"]
+    assert all(Path(folder).is_relative_to(root) for _, folder in imported)
+
+
+@pytest.mark.slow
+def test_importing_the_compiler_keeps_this_cache(tmp_path):
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment["VERL_CACHE"] = str(tmp_path)

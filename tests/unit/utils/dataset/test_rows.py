@@ -10,7 +10,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.utils.dataset import rows as rows_module
@@ -21,6 +21,7 @@ _VALUES = st.recursive(
 )
 
 
+@settings(max_examples=20)
 @given(st.lists(st.dictionaries(st.text(min_size=1, max_size=4), _VALUES, max_size=4), min_size=1, max_size=6))
 def test_json_rows_come_back_as_they_were_written(tmp_path_factory, written):
     folder = tmp_path_factory.mktemp("json")
