@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `--dist loadfile -m processes`, run all files that use the Ray cluster in one pytest worker, which starts it."""
+    """With `--dist loadfile -m processes`, run all files that use the Ray cluster in one pytest worker."""
     if config.option.dist != "loadfile" or not re.search(r"(?<!not )\bprocesses\b", config.option.markexpr):
         return None
     from xdist.scheduler import LoadFileScheduling

@@ -52,11 +52,11 @@ class InProcessTransfer:
             if begun:
                 rollout.fail_update(error)
             raise
-        error = rollout.exchange_error(steps.error)
-        if error is not None:
+        failure = rollout.exchange_error(steps.error)
+        if failure is not None:
             if begun:
-                rollout.fail_update(error)
-            raise error
+                rollout.fail_update(failure)
+            raise failure
         rollout.finish_update(sent.fingerprint)
         return SyncStats(len(sent.fingerprint), sent.bytes)
 

@@ -19,7 +19,6 @@ from tests.support.lora_cases import perturb_lora_b
 from tests.support.tiny import tiny_model
 from tests.unit.models.test_tree_attention import exact_backward, exact_forward
 from verl.models import attention
-from verl.models.loading import outermost_layers
 from verl.models.shared_prefixes import TreePacking
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
