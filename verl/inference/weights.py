@@ -122,7 +122,8 @@ class EngineWeights:
             self._check_received(expected)
         except WeightMismatchError as problem:
             error = problem
-        error = self._parallel.exchange_error(error)  # a failed rank would not take part in the sums below
+        # A rank that has failed before (`BaseRollout.raise_on_peers`) or fails here takes no part in the sums below.
+        error = self._parallel.exchange_error(error)
         if error is not None:
             raise error
         actual = self._fingerprints([name for name in expected if name in self._tensors])

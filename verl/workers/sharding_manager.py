@@ -52,11 +52,11 @@ class InProcessTransfer:
             if begun:
                 rollout.fail_update(error)
             raise
-        failure = rollout.exchange_error(steps.error)
-        if failure is not None:
+        if steps.error is not None:
+            rollout.raise_on_peers(steps.error)
             if begun:
-                rollout.fail_update(failure)
-            raise failure
+                rollout.fail_update(steps.error)
+            raise steps.error
         rollout.finish_update(sent.fingerprint)
         return SyncStats(len(sent.fingerprint), sent.bytes)
 
@@ -177,7 +177,8 @@ class BroadcastReceiver:
             flat = self.group.broadcast(torch.empty(layout_bytes(layout), dtype=torch.uint8, device=self.group.device))
             steps.run(loader.load, {piece.key: piece.view(flat) for piece in layout})
             size += flat.numel()
-        steps.error = rollout.exchange_error(steps.error)
+        if steps.error is not None and "error" not in header:
+            rollout.raise_on_peers(steps.error)
         steps.run(loader.finish, header)
         self.group.failed_members(steps.error is not None)
         return len(header.get("fingerprint", ())), size

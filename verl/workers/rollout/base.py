@@ -154,27 +154,23 @@ class BaseRollout(ABC):
     def fail_update(self, error: Exception) -> None:
         """End a failed update, instead of `finish_update`: unfinished requests fail with `error`."""
 
-    def exchange_error(self, error: Exception | None) -> Exception | None:
-        """Return this rank's error of an update before `finish_update`, or that of another rank of its engine; None if
-        there is none. All ranks that share an engine must call it, because they finish an update together."""
-        return error
+    def raise_on_peers(self, error: Exception) -> None:  # noqa: B027 - a hook
+        """After an error of an update on this rank, called instead of `finish_update`: that of the other ranks that
+        share its engine raises the error, too."""
 
     @keyword_aliases(iterator="weights")
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
         """Update all weights from (HF name, tensor) pairs. `version` defaults to the current version plus 1."""
         self.begin_update(self.version + 1 if version is None else version, None)
         sums: dict[str, torch.Tensor] = {}
-        error: Exception | None = None
         try:
             for name, tensor in weights:
                 self.load_bucket({name: tensor})
                 sums[name] = tensor_fingerprint(tensor, self.weight_dtype)
-        except Exception as problem:  # noqa: BLE001 - raised below
-            error = problem
-        error = self.exchange_error(error)
-        if error is not None:
+        except Exception as error:
+            self.raise_on_peers(error)
             self.fail_update(error)
-            raise error
+            raise
         self.finish_update({name: int(total) for name, total in sums.items()})
 
     # ---------------------------------------------------------------- memory and life

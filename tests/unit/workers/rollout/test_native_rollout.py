@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -108,7 +109,8 @@ def test_an_update_that_fails_here_or_on_another_rank_can_be_repeated(start, mon
     with pytest.raises(RuntimeError, match="failed: the file ends"):
         ask(engine)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "exchange_error", lambda error: error or RuntimeError("rank 1: out of memory"))
+        peer = SimpleNamespace(exchange_error=lambda error: error or RuntimeError("rank 1: out of memory"))
+        patch.setattr(engine._weights, "_parallel", peer)
         with pytest.raises(RuntimeError, match="rank 1: out of memory"):
             engine.update_weights(weights.items())
     engine.update_weights(weights.items())
