@@ -9,11 +9,10 @@ import torch
 
 from tests.support.router_cases import moe_model
 from tests.unit.inference.test_engine_parity import MAX_LENGTH, prompts
-from verl.inference.attention import KVCache
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
 from verl.inference.graphs import GraphOptions
-from verl.inference.model_runner import ModelRunner
+from verl.inference.model_runner import KVCache, ModelRunner
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler
 from verl.inference.sequence import Sequence

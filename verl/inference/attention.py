@@ -1,4 +1,4 @@
-"""Paged attention: the KV cache, the interface of backends, and a backend in plain torch for CPUs and as reference.
+"""Paged attention: the interface of backends, and a backend in plain torch for CPUs and as reference.
 
 TorchAttention is exact on every device and optimised for few CPU cores: prompts of similar length are one padded batch,
 and so are decodes, whose blocks are gathered first. Later chunks of prompts are computed one by one. The layout of a
@@ -9,81 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl.inference.memory import Region
-from verl.utils.buffer_sizes import bytes_per_token
-from verl.utils.device import copy_to_device
-
-if TYPE_CHECKING:
-    from verl.inference.models import InferenceModel
-
-__all__ = ["AttentionBackend", "AttentionStep", "KVCache", "LayerKVCache", "TorchAttention", "bytes_per_block"]
+__all__ = ["AttentionBackend", "AttentionStep", "LayerKVCache", "TorchAttention"]
 
 LayerKVCache = tuple[torch.Tensor, torch.Tensor]
 """Keys and values of one layer, each [num_blocks, block_size, num_kv_heads, head_dim], contiguous."""
-
-
-def bytes_per_block(model: InferenceModel, block_size: int) -> int:
-    """KV bytes of `block_size` tokens in every layer."""
-    return block_size * bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype.itemsize)
-
-
-class KVCache:
-    """The paged KV cache: `num_blocks` blocks, and one more (`padding_block`) to which padding rows write."""
-
-    def __init__(self, model: InferenceModel, num_blocks: int, block_size: int) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.padding_block = num_blocks
-        self.region = Region((num_blocks + 1) * bytes_per_block(model, block_size), model.device)
-        shape = (model.num_layers, 2, num_blocks + 1, block_size, model.num_kv_heads, model.head_dim)
-        self._all = self.region.bytes.view(model.dtype).view(shape)
-        self.layers: list[LayerKVCache] = [(layer[0], layer[1]) for layer in self._all]
-        self._clear()
-        self._experts: torch.Tensor | None = None
-
-    def record_experts(self, model: InferenceModel) -> None:
-        """From now on, store the experts of every token with its KV, so that a cached prefix includes its experts."""
-        table = model.record_experts((self.num_blocks + 1) * self.block_size)
-        self._experts = table.unflatten(0, (-1, self.block_size))
-
-    def experts_at(self, slots: torch.Tensor) -> torch.Tensor:
-        """Experts [tokens, layers, k] of the tokens whose KV is at `slots` [tokens], as a copy on the device."""
-        assert self._experts is not None, "this KV cache stores no experts"
-        return self._experts.flatten(0, 1)[slots]
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that are currently allocated."""
-        return self.region.size if self.region.held else 0
-
-    def release(self) -> None:
-        """Free the memory; all KV is lost."""
-        self.region.release()
-
-    def restore(self) -> None:
-        """Allocate the memory again; the KV is not restored."""
-        self.region.restore()
-        self._clear()
-
-    def _clear(self) -> None:
-        """Zero the memory on GPUs: kernels multiply masked entries by zero, which would spread NaN.
-
-        CPU attention reads no masked entries; there, untouched memory is not even allocated.
-        """
-        if self.region.device.type != "cpu":
-            self._all.zero_()
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (from, to), all at once."""
-        if pairs:
-            (index,) = copy_to_device([torch.tensor(pairs, dtype=torch.int64)], self._all.device)
-            self._all[:, :, index[:, 1]] = self._all[:, :, index[:, 0]]
-            if self._experts is not None:
-                self._experts[index[:, 1]] = self._experts[index[:, 0]]
 
 
 class AttentionBackend(Protocol):

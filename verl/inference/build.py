@@ -14,12 +14,12 @@ from verl.config import ModelConfig, RolloutConfig
 from verl.config.devices import host_memory_available
 from verl.config.rollout import NativeOptions, applies_lora
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.attention import AttentionBackend, KVCache, TorchAttention, bytes_per_block
+from verl.inference.attention import AttentionBackend, TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
 from verl.inference.graphs import GraphOptions
 from verl.inference.lora import AdapterOptions
-from verl.inference.model_runner import ModelRunner
+from verl.inference.model_runner import KVCache, ModelRunner, bytes_per_block
 from verl.inference.models import InferenceModel
 from verl.inference.models.fused import FusedModel, unsupported_reason
 from verl.inference.models.generic import GenericModel

@@ -1,25 +1,26 @@
-"""ModelRunner: executes the plan of a step on the device, in terms of slots and blocks."""
+"""ModelRunner: executes the plan of a step on the device, in terms of slots and blocks of its KVCache."""
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from verl.inference.attention import AttentionBackend, AttentionStep, KVCache
+from verl.inference.attention import AttentionBackend, AttentionStep, LayerKVCache
 from verl.inference.engine import StepResults
 from verl.inference.graphs import CudaRecorder, GraphOptions, StepGraphs, StepInputs, always_permitted
+from verl.inference.memory import Region
 from verl.inference.models import InferenceModel
 from verl.inference.sampler import Sampler
 from verl.inference.step_plan import Prefill, SampledRows, StepDetails, StepExperts, StepPlan
 from verl.types.request import TopLogProbs
-from verl.utils.buffer_sizes import MIXED_SIZES
-from verl.utils.device import capture_gate
+from verl.utils.buffer_sizes import MIXED_SIZES, bytes_per_token
+from verl.utils.device import capture_gate, copy_to_device
 
-__all__ = ["InputSender", "LaunchedStep", "ModelRunner", "StepInputs"]
+__all__ = ["InputSender", "KVCache", "LaunchedStep", "ModelRunner", "StepInputs", "bytes_per_block"]
 
 # Elements of the prompt logits [rows, vocab] that are computed at a time, which limits their memory.
 _MAX_LOGIT_ELEMENTS = 2**25
@@ -377,3 +378,62 @@ def _flatten_plan(plan: StepPlan, width: int) -> list[list[int]]:
         [slot for slot, _ in plan.new_adapters],  # adapter_rows
         [adapter for _, adapter in plan.new_adapters],  # adapter_slots
     ]
+
+
+def bytes_per_block(model: InferenceModel, block_size: int) -> int:
+    """KV bytes of `block_size` tokens in every layer."""
+    return block_size * bytes_per_token(model.num_layers, model.num_kv_heads, model.head_dim, model.dtype.itemsize)
+
+
+class KVCache:
+    """The paged KV cache: `num_blocks` blocks, and one more (`padding_block`) to which padding rows write."""
+
+    def __init__(self, model: InferenceModel, num_blocks: int, block_size: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.padding_block = num_blocks
+        self.region = Region((num_blocks + 1) * bytes_per_block(model, block_size), model.device)
+        shape = (model.num_layers, 2, num_blocks + 1, block_size, model.num_kv_heads, model.head_dim)
+        self._all = self.region.bytes.view(model.dtype).view(shape)
+        self.layers: list[LayerKVCache] = [(layer[0], layer[1]) for layer in self._all]
+        self._clear()
+        self._experts: torch.Tensor | None = None
+
+    def record_experts(self, model: InferenceModel) -> None:
+        """From now on, store the experts of every token with its KV, so that a cached prefix includes its experts."""
+        table = model.record_experts((self.num_blocks + 1) * self.block_size)
+        self._experts = table.unflatten(0, (-1, self.block_size))
+
+    def experts_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """Experts [tokens, layers, k] of the tokens whose KV is at `slots` [tokens], as a copy on the device."""
+        assert self._experts is not None, "this KV cache stores no experts"
+        return self._experts.flatten(0, 1)[slots]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are currently allocated."""
+        return self.region.size if self.region.held else 0
+
+    def release(self) -> None:
+        """Free the memory; all KV is lost."""
+        self.region.release()
+
+    def restore(self) -> None:
+        """Allocate the memory again; the KV is not restored."""
+        self.region.restore()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Zero the memory on GPUs: kernels multiply masked entries by zero, which would spread NaN.
+
+        CPU attention reads no masked entries; there, untouched memory is not even allocated.
+        """
+        if self.region.device.type != "cpu":
+            self._all.zero_()
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to), all at once."""
+        if pairs:
+            (index,) = copy_to_device([torch.tensor(pairs, dtype=torch.int64)], self._all.device)
+            self._all[:, :, index[:, 1]] = self._all[:, :, index[:, 0]]
+            if self._experts is not None:
+                self._experts[index[:, 1]] = self._experts[index[:, 0]]

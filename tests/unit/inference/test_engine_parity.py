@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.support.tiny import tiny_model
-from verl.inference.attention import KVCache, TorchAttention
+from verl.inference.attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.model_runner import ModelRunner
+from verl.inference.model_runner import KVCache, ModelRunner
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
 from verl.inference.scheduler import Scheduler

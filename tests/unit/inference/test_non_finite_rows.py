@@ -13,10 +13,10 @@ import torch
 
 from tests.support.tiny import tiny_model
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.attention import KVCache, TorchAttention
+from verl.inference.attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.model_runner import ModelRunner
+from verl.inference.model_runner import KVCache, ModelRunner
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
 from verl.inference.sampler import SamplingBatch, sample_tokens

@@ -14,10 +14,10 @@ import torch
 from tests.support.tiny import tiny_model
 from tests.unit.inference.test_engine_parity import GREEDY, MAX_LENGTH, Counting, answered, prompts
 from verl.inference.async_engine import AsyncEngine
-from verl.inference.attention import KVCache, TorchAttention
+from verl.inference.attention import TorchAttention
 from verl.inference.block_manager import BlockManager
 from verl.inference.engine import Engine
-from verl.inference.model_runner import ModelRunner
+from verl.inference.model_runner import KVCache, ModelRunner
 from verl.inference.models.generic import GenericModel
 from verl.inference.sequence import Sequence
 from verl.models.routing import record_routes, routers

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.tiny import save_tiny_model, tiny_model
 from verl.inference import build
-from verl.inference.attention import bytes_per_block
+from verl.inference.model_runner import bytes_per_block
 from verl.inference.models.fused import FusedModel
 from verl.inference.models.generic import GenericModel
 from verl.protocol import DataProto
