@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,8 @@ from verl.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# Jobs that refer to a batch, which they keep in memory.
-_MAX_JOBS = 2
+# Waiting jobs; each keeps its batch in memory.
+_MAX_WAITING = 2
 _MAX_LINES = 20_000
 _ROW_GROUP = 128
 # Streams of which steps may be deleted, in this order.
@@ -83,7 +83,8 @@ class RecordWriter:
         self._step = first_step
         """Newest step of a record."""
         self._lock = threading.Lock()
-        self._jobs = threading.Semaphore(_MAX_JOBS)
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
+        """Jobs that have not started, with their steps."""
         self._error: Exception | None = None
         self._stopped = self._is_closed = False
         self._owns_thread, self._thread = thread is None, thread or JobThread("recording")
@@ -106,20 +107,20 @@ class RecordWriter:
         """Record an event of a kind of `schema.EVENTS`."""
         self.line("events", self._event_record(kind, step, message, data))
 
-    def submit(self, job: Callable[[], None]) -> bool:
-        """Run a job in the thread, after everything that was recorded before. Returns False, and does not run it, if
-        the thread has not finished earlier jobs."""
-        if not self._jobs.acquire(blocking=False):
-            return False
+    def submit(self, job: Callable[[], None], step: int | None) -> None:
+        """Run a job in the thread. `step`: the job records this step; None: it is never skipped.
 
-        def run() -> None:
-            try:
-                self._guard(job)
-            finally:
-                self._jobs.release()
-
-        self._thread.submit(run)
-        return True
+        If too many steps wait, because the thread is slower than training, the oldest one is skipped, with an event.
+        """
+        if step is None:
+            self._thread.submit(partial(self._guard, job))
+            return
+        with self._lock:
+            skipped = self._waiting.popleft() if len(self._waiting) >= _MAX_WAITING else None
+            self._waiting.append((job, step))
+        if skipped is not None:
+            self.event("skipped", skipped[1])
+        self._thread.submit(self._run_next_job)
 
     def raise_error(self) -> None:
         """Raise the error of the thread that was not raised yet, if any."""
@@ -192,6 +193,12 @@ class RecordWriter:
             "message": self._redaction.text(message),
             "data": text,
         }
+
+    def _run_next_job(self) -> None:
+        with self._lock:
+            job = self._waiting.popleft()[0] if self._waiting else None  # None: it was skipped
+        if job is not None:
+            self._guard(job)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:

@@ -36,15 +36,14 @@ def open_writer(folder: Path, first_step: int = 0, run_id: str = "one", **settin
 
 def write_step(writer: RecordWriter, step: int, values: list[float], uids: list[str] | None = None) -> None:
     columns = {"step": [step] * len(values), "score": values, "uid": uids or [f"p{i}" for i in range(len(values))]}
-    assert writer.submit(lambda: writer.write_table("trajectories", step, columns))
+    writer.submit(lambda: writer.write_table("trajectories", step, columns), step)
     finish(writer)
 
 
 def finish(writer: RecordWriter) -> None:
     """Wait until everything is written, and raise its errors."""
     done = threading.Event()
-    while not writer.submit(done.set):
-        done.wait(0.01)
+    writer.submit(done.set, None)
     assert done.wait(30)
     writer.raise_error()
 
@@ -66,7 +65,7 @@ def test_rows_are_read_as_they_were_written(tmp_path):
         "rollout_log_probs": [[-0.1, float("nan")], []],
         "rewards": [{"acc": 1.0, "format": 0.5}, {}],
     }
-    writer.submit(lambda: writer.write_table("trajectories", 3, columns, {"groups": 2}))
+    writer.submit(lambda: writer.write_table("trajectories", 3, columns, {"groups": 2}), 3)
     writer.close()
     run = recording.read(tmp_path)
     assert run.trajectories.steps == [3]
@@ -230,7 +229,7 @@ def test_dropped_records_are_counted_in_an_event(tmp_path, monkeypatch):
     writer = open_writer(tmp_path)
     blocked = threading.Event()
     finish(writer)
-    writer.submit(lambda: blocked.wait(30))
+    writer.submit(lambda: blocked.wait(30) and None, None)
     for step in range(1, 26):
         log(writer, step, loss=0.5)
     blocked.set()
@@ -276,7 +275,7 @@ def test_a_killed_writer_leaves_no_partial_step(tmp_path):
 def test_errors_of_the_disk_are_raised_later_and_do_not_stop_the_writer(tmp_path):
     writer = open_writer(tmp_path)
     (tmp_path / "record/trajectories").write_text("a file where the folder should be")
-    writer.submit(lambda: writer.write_table("trajectories", 1, {"step": [1]}))
+    writer.submit(lambda: writer.write_table("trajectories", 1, {"step": [1]}), 1)
     log(writer, 1, loss=1.0)
     writer.close()
     with pytest.raises(OSError, match="trajectories"):
@@ -297,7 +296,7 @@ def test_a_stored_error_keeps_no_batch_in_memory(tmp_path):
     for _ in range(5):
         batch = Batch()
         batches.append(weakref.ref(batch))
-        assert writer.submit(functools.partial(fail, batch))
+        writer.submit(functools.partial(fail, batch), 1)
         del batch
         with contextlib.suppress(OSError):
             finish(writer)
@@ -305,14 +304,19 @@ def test_a_stored_error_keeps_no_batch_in_memory(tmp_path):
     writer.close()
 
 
-def test_jobs_are_refused_while_earlier_ones_wait(tmp_path):
+def test_the_newest_steps_are_recorded_if_the_writer_falls_behind(tmp_path):
     writer = open_writer(tmp_path)
-    release = threading.Event()
-    assert writer.submit(lambda: release.wait(30) and None)
-    assert writer.submit(lambda: None)
-    assert not writer.submit(lambda: None), "memory is bounded"
+    started, release, calls = threading.Event(), threading.Event(), []
+    writer.submit(lambda: started.set() or (release.wait(30) and None), None)
+    assert started.wait(30)
+    writer.submit(lambda: calls.append("vocabulary"), None)
+    for step in range(1, 6):
+        writer.submit(functools.partial(calls.append, step), step)
     release.set()
     writer.close()
+    assert calls == ["vocabulary", 4, 5], "two steps wait, so memory is bounded"
+    events = recording.read(tmp_path).events.table().to_pylist()
+    assert [event["step"] for event in events if event["kind"] == "skipped"] == [1, 2, 3]
 
 
 # -------------------------------------------------------------------- budgets
@@ -355,7 +359,7 @@ def test_the_recording_stays_within_its_budget_and_names_what_was_deleted(tmp_pa
     for step in range(1, 31):
         values = pa.array([noise.standard_normal(4000).astype(np.float32)], pa.list_(pa.float32()))
         columns = {"step": [step], "uid": ["a"], "advantages": values}
-        writer.submit(lambda step=step, columns=columns: writer.write_table("trajectories", step, columns))
+        writer.submit(lambda step=step, columns=columns: writer.write_table("trajectories", step, columns), step)
         finish(writer)
         assert sum(file.stat().st_size for file in (tmp_path / "record").rglob("*.*")) < 205_000
     writer.close()
@@ -391,7 +395,7 @@ def test_superseded_steps_are_deleted_before_others(tmp_path):
         writer = open_writer(tmp_path, first_step, max_bytes=50_000)
         for step in (1, 2):
             columns = {"step": [step], "uid": ["a"], "advantages": values}
-            assert writer.submit(functools.partial(writer.write_table, "trajectories", step, columns))
+            writer.submit(functools.partial(writer.write_table, "trajectories", step, columns), step)
             finish(writer)
         writer.close()
     run = recording.read(tmp_path)

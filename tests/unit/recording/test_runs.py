@@ -274,7 +274,7 @@ def test_lines_and_trajectories_are_one_conversion(tmp_path):
     decoded = tokenizer.rows
     assert decoded <= 8 + 8, "each prompt and response once"
     writer = RecordWriter(tmp_path / "record", {})
-    writer.submit(lambda: step.write(writer))
+    writer.submit(lambda: step.write(writer), step.step)
     writer.close()
     writer.raise_error()
     assert tokenizer.rows == decoded, "the recording reuses the texts"
@@ -306,7 +306,7 @@ def test_the_sample_is_chosen_before_its_columns_are_fetched(tmp_path, monkeypat
     options = RowOptions(tiny_tokenizer(), Redaction(), texts=True, max_bytes=200)
     writer = RecordWriter(tmp_path / "record", {})
     step = RecordedStep(_step_batch(), 1, version=0, reward_names=(), options=options)
-    writer.submit(lambda: step.write(writer))
+    writer.submit(lambda: step.write(writer), step.step)
     writer.close()
     writer.raise_error()
     recorded = len(recording.read(tmp_path).trajectories.table(step=1))

@@ -169,7 +169,7 @@ def test_redacted_texts_have_no_token_ids(model, tmp_path):
 def _write(folder: Path, batch: dict[str, torch.Tensor], log_probs: torch.Tensor) -> list[dict[str, Any]]:
     writer = RecordWriter(folder / "record", {})
     options = RowOptions(tiny_tokenizer(), Redaction(), True, 10**6)
-    writer.submit(lambda: write_rows(DataProto.from_dict(batch), log_probs, 1, options, writer))
+    writer.submit(lambda: write_rows(DataProto.from_dict(batch), log_probs, 1, options, writer), 1)
     writer.close()
     writer.raise_error()
     return recording.read(folder).rows.table(step=1).to_pylist()

@@ -117,7 +117,7 @@ class Recorder:
             self._alerts = AlertPoster(self.folder, settings.alert_url, names | {"folder": str(self.folder.parent)})
         self._poll = RankPoll(groups, writer, max(0, first_step - 1))
         if settings.texts and tokenizer is not None and not (self.folder / schema.TOKENS_FILE).exists():
-            writer.submit(lambda: writer.write_tokens(vocabulary(tokenizer)))
+            writer.submit(lambda: writer.write_tokens(vocabulary(tokenizer)), step=None)
 
     def close(self, step: int, error: BaseException | None = None) -> None:
         """Write everything that was recorded, and end the attempt; safe to call twice. `error`: why the run ends."""
@@ -171,10 +171,9 @@ class Recorder:
         return {"timing_s/record": seconds}
 
     def submit(self, job: Callable[[RecordWriter], None], step: int) -> None:
-        """Run `job(writer)` in the writer's thread. If it is busy with earlier jobs, the job is skipped, with an
-        event."""
-        if self._writer is not None and not self._writer.submit(partial(job, self._writer)):
-            self.event("skipped", step)
+        """Run `job(writer)` in the writer's thread. If too many jobs wait, the oldest is skipped, with an event."""
+        if self._writer is not None:
+            self._writer.submit(partial(job, self._writer), step)
 
     @contextmanager
     def timed(self) -> Iterator[None]:
