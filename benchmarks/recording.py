@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import resource
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,7 @@ _WORDS = ("we", "have", "the", "number", "of", "apples", "is", "so", "that", "eq
 _RANKS = 8
 _STEP_S = 30.0
 _PHASES = {"update_weights": 1.0, "gen": 16.0, "reward": 0.5, "old_log_prob": 3.0, "adv": 0.2, "update_actor": 9.0}
+_pending = threading.BoundedSemaphore(2)
 _METHODS = {
     "update_weights": "update_rollout_weights",
     "old_log_prob": "compute_log_prob",
@@ -111,9 +113,16 @@ def measure(folder: Path) -> list[dict[str, Any]]:
 
 
 def _submit(writer: RecordWriter, job: Callable[[], None]) -> None:
-    """Wait until the writer accepts the job: no step may be skipped."""
-    while not writer.submit(job):
-        time.sleep(0.001)
+    """Run the job in the writer's thread. Waits while two earlier jobs are pending, so that no step is skipped."""
+    _pending.acquire()
+
+    def run() -> None:
+        try:
+            job()
+        finally:
+            _pending.release()
+
+    writer.submit(run, step=None)
 
 
 class _Texts:

@@ -1,6 +1,7 @@
 """ToolAgentLoop: generate a turn, run its tool calls, append the results, repeat.
 
-The loop ends with a turn without tool calls, when the simulated user ends the conversation, or at a limit.
+The loop ends with a turn without tool calls, when the simulated user ends the conversation, or at a limit. Replies of
+tools and users are masked from the loss (`AgentData.add_replies`).
 """
 
 from __future__ import annotations
@@ -231,7 +232,8 @@ class AgentData:
     def add_replies(self, messages: Sequence[dict[str, Any]], token_ids: Sequence[int]) -> bool:
         """Append messages of the environment, whose `chat.suffix` is `token_ids`.
 
-        Their mask is 0, which excludes them from the loss: `workers/rollout/training_rows.py` builds `response_mask`.
+        Their mask is 0, which excludes them from the loss: `agent/outputs.py` converts them to turns of the
+        environment, and `workers/rollout/training_rows.py` builds `response_mask` from the turns.
         Returns False if they were truncated or leave no token for the model's next turn.
         """
         fits = len(token_ids) < self.remaining

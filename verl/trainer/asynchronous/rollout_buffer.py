@@ -128,8 +128,10 @@ class RolloutBuffer:
         self._finished[group.serial] = group
 
     def drop_stale(self, version: int) -> list[PromptGroup]:
-        """Remove and return groups that have become too old, finished or not; the caller puts their prompts back. Call
-        it once per version."""
+        """Remove and return groups that have become too old, finished or not. Call it once per version.
+
+        `GroupStream.begin_step` cancels their rows and puts their prompts back.
+        """
         old = [group for group in self._all() if version - group.base_version > self._max_staleness]
         for group in old:
             reason = FINISHED if group.serial in self._finished else IN_FLIGHT

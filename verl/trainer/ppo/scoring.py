@@ -1,13 +1,14 @@
 """Scores of generated trajectories, from reward managers and agents, and the columns in which agents report on them.
 
-Scores: reward metrics, scoring errors, accuracy. Agents report a status, further fields and measurements.
+Scores: reward metrics and accuracy; `workers/reward_manager/scorer.py` counts scoring errors. Agents report a status,
+further fields and measurements.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.common.run_summary import TOOL_SHARE
 from verl.trainer.common.training_health import NoSamplesError
 from verl.types.schema import RESERVED
-from verl.utils.reward_score.calls import ERROR_KINDS
-from verl.workers.reward_manager.naive import ERROR_COLUMN, FAILED_COLUMN
+from verl.workers.reward_manager.naive import FAILED_COLUMN
+from verl.workers.reward_manager.scorer import error_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -170,17 +171,6 @@ def reward_metrics(extra: Mapping[str, Iterable[Any]]) -> dict[str, float]:
         if numbers:
             metrics[f"reward/{name}/mean"] = sum(numbers) / len(numbers)
     return metrics | error_metrics(extra)
-
-
-def error_metrics(columns: Mapping[str, Iterable[Any]], prefix: str = "") -> dict[str, float]:
-    """Return the number of responses that reward functions could not score: `reward/errors`, and by kind
-    `reward/errors/timeout`, `reward/errors/raised`, … (`ERROR_KINDS`); {} without the column `scoring_error`, which
-    reward managers add. Kinds that did not occur are 0. `prefix`: of the metric names, e.g. `val/`."""
-    if ERROR_COLUMN not in columns:
-        return {}
-    counts = Counter(kind for kind in columns[ERROR_COLUMN] if kind is not None)
-    by_kind = {f"{prefix}reward/errors/{kind}": float(counts[kind]) for kind in (*ERROR_KINDS, *counts)}
-    return {f"{prefix}reward/errors": float(counts.total()), **by_kind}
 
 
 # ---------------------------------------------------------------- accuracy

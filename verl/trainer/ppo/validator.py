@@ -20,7 +20,6 @@ from verl.trainer.ppo.response_texts import ground_truths, response_texts, texts
 from verl.trainer.ppo.scoring import (
     Correctness,
     correct_flags,
-    error_metrics,
     log_accuracy,
     response_scores,
     score_responses,
@@ -30,6 +29,7 @@ from verl.trainer.ppo.scoring import (
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.utils.tracking import Tracking
 from verl.workers.reward_manager.naive import FAILED_COLUMN
+from verl.workers.reward_manager.scorer import error_metrics
 
 Samples = dict[str, list[Any]]
 """Columns of scored responses."""

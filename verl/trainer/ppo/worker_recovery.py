@@ -85,7 +85,8 @@ class WorkerRecovery:
 
     def _restart(self, roles: frozenset[Role], only_engine: bool) -> None:
         """Readmit lost workers: restart the processes of these roles (or only the separate processes of engines),
-        reconnect, sync and verify weights. `RolloutManager.open` then sends requests to them again."""
+        reconnect, sync and verify weights. Then `RolloutManager.open` sends rows to them again, and
+        `EngineClient.reconnect` requests of agents."""
         weights = self._weight_sync.replica_weights
         if Role.Rollout in roles:
             weights.verified_version = None

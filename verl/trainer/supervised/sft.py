@@ -30,8 +30,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.utils.tracking import Tracking
-from verl.workers.reward_manager.naive import ERROR_COLUMN
-from verl.workers.reward_manager.scorer import Sample
+from verl.workers.reward_manager.scorer import ERROR_COLUMN, Sample
 from verl.workers.roles.supervised import SFTWorker
 from verl.workers.rollout.prompts import prompt_rows, response_end_tokens
 

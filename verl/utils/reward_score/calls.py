@@ -22,7 +22,7 @@ from verl.utils.process_pool.fork_server import TaskTimeout
 from verl.utils.reward_score import registry
 from verl.utils.reward_score.registry import score_function
 
-# Kinds of errors, which `trainer.ppo.scoring.error_metrics` counts: reward/errors/timeout, reward/errors/raised, …
+# Kinds of errors, counted by `workers.reward_manager.scorer.error_metrics`: reward/errors/timeout, …
 ERROR_KINDS = RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "memory", "timeout", "died")
 # Result of a row: value, extra fields, error message, kind of error.
 ScoreFields = tuple[float, dict[str, Any], str | None, str | None]

@@ -23,12 +23,12 @@ from verl.utils.resources import available_cores
 from verl.utils.reward_score import default_compute_score, score_function
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE
 from verl.workers.reward_manager.registry import register_reward_manager
-from verl.workers.reward_manager.scorer import Sample, Score, ScorerPool
+from verl.workers.reward_manager.scorer import ERROR_COLUMN, Sample, Score, ScorerPool
 
 logger = logging.getLogger(__name__)
 
-# Columns that every manager adds: 1.0 if a row could not be scored, and the kind of the error.
-FAILED_COLUMN, ERROR_COLUMN = "scoring_failed", "scoring_error"
+# Column that every manager adds, with `ERROR_COLUMN`: 1.0 if a row could not be scored.
+FAILED_COLUMN = "scoring_failed"
 # Column of the row's number in the generation request, by which scores are found after rows were reordered or filtered.
 ROW_COLUMN = "row"
 _MAX_PROCESSES = 16

@@ -1,10 +1,14 @@
-"""ScorerPool: scores samples with a reward function in killable processes, so that a failure affects one sample."""
+"""ScorerPool: scores samples with a reward function in killable processes, so that a failure affects one sample.
+
+`error_metrics` counts the failures by kind: `reward/errors/timeout`, …
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,6 +28,7 @@ from verl.utils.progress import expect, tick
 from verl.utils.reward_score import registry
 from verl.utils.reward_score.calls import (
     DIED,
+    ERROR_KINDS,
     INVALID,
     MEMORY,
     RAISED,
@@ -40,6 +45,8 @@ from verl.utils.reward_score.calls import (
 )
 from verl.workers.reward_manager.event_loops import EventLoops, ScoreCall
 
+# Column with the kind of error of each response; None: it was scored.
+ERROR_COLUMN = "scoring_error"
 _KINDS = {TaskTimeout: TIMEOUT, ProcessDied: DIED, CannotSend: INVALID, MemoryError: MEMORY}
 
 
@@ -66,6 +73,19 @@ class Score:
     """Error message."""
     kind: str | None = None
     """Kind of error: raised, invalid (not a finite number), memory, timeout or died (the process)."""
+
+
+def error_metrics(columns: Mapping[str, Iterable[Any]], prefix: str = "") -> dict[str, float]:
+    """Return the number of responses that could not be scored: `reward/errors`, and by kind `reward/errors/timeout`,
+    `reward/errors/raised`, … (`ERROR_KINDS`); {} without the column `scoring_error`, which reward managers add.
+
+    Kinds that did not occur are 0. `prefix`: of the metric names, e.g. `val/`.
+    """
+    if ERROR_COLUMN not in columns:
+        return {}
+    counts = Counter(kind for kind in columns[ERROR_COLUMN] if kind is not None)
+    by_kind = {f"{prefix}reward/errors/{kind}": float(counts[kind]) for kind in (*ERROR_KINDS, *counts)}
+    return {f"{prefix}reward/errors": float(counts.total()), **by_kind}
 
 
 class ScorerPool:
