@@ -146,7 +146,7 @@ def outcome(caplog, task: dict[str, str], folder: Path, *settings: str) -> tuple
     return (
         columns,
         trainer.kl_ctrl_in_reward.value,
-        [text for name, _, text in caplog.record_tuples if name.endswith("mismatch")],
+        [text for name, _, text in caplog.record_tuples if name.endswith("ppo.advantage")],
     )
 
 
