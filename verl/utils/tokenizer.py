@@ -36,7 +36,13 @@ def hf_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
     from transformers import AutoTokenizer
 
     kwargs.setdefault("trust_remote_code", False)
-    tokenizer = AutoTokenizer.from_pretrained(expand_path(name_or_path), **kwargs)
+    path = expand_path(name_or_path)
+    if _lacks_tokenizer(path):  # transformers would return a tokenizer that knows special tokens only
+        raise ValueError(
+            f"{path}: the folder has no tokenizer ({', '.join(_TOKENIZER_FILES)}). Copy the files of the model's "
+            "tokenizer into it."
+        )
+    tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(
@@ -53,9 +59,13 @@ def tokenizer_if_any(name_or_path: str | os.PathLike[str], trust_remote_code: bo
     from transformers import AutoTokenizer
 
     path = expand_path(name_or_path)
-    if os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, name)) for name in _TOKENIZER_FILES):
+    if _lacks_tokenizer(path):
         return None
     return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _lacks_tokenizer(path: str) -> bool:
+    return os.path.isdir(path) and not any(os.path.isfile(os.path.join(path, name)) for name in _TOKENIZER_FILES)
 
 
 def hf_processor(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any | None:

@@ -6,6 +6,7 @@ import logging
 import pytest
 
 from verl.utils import hf_processor, hf_tokenizer
+from verl.utils.tokenizer import tokenizer_if_any
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,14 @@ def test_neither_padding_nor_end_token_is_an_error_with_the_remedy(make_tokenize
     with pytest.raises(ValueError, match=r"pad_token"):
         hf_tokenizer(folder)
     assert hf_tokenizer(folder, pad_token="<pad>").pad_token_id == 2
+
+
+def test_a_folder_without_a_tokenizer_is_an_error_and_no_tokenizer_without_vocabulary(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 1000}')
+    with pytest.raises(ValueError, match=r"tokenizer\.json") as error:
+        hf_tokenizer(tmp_path)
+    assert str(tmp_path) in str(error.value)
+    assert tokenizer_if_any(tmp_path) is None
 
 
 def test_home_is_expanded(make_tokenizer, monkeypatch):
