@@ -339,6 +339,7 @@ CALLABLES: list[tuple[str, str, str]] = [
     ("verl.workers.fsdp_workers", "ActorRolloutRefWorker.update_actor", "self data ppo_epochs ppo_mini_batch_size"),
     ("verl.workers.fsdp_workers", "ActorRolloutRefWorker.generate_sequences", "self prompts sampling"),
     ("verl.workers.rollout.vllm_rollout", "vLLMRollout", ""),
+    ("verl.workers.rollout.vllm_rollout.vllm_rollout", "vLLMRollout", ""),
     ("verl.utils.py_functional", "temp_env_var", "key value"),
     ("verl.utils.py_functional", "timeout_limit", "seconds use_signals"),
     ("verl.utils.py_functional", "union_two_dict", "dict1 dict2"),

@@ -119,4 +119,4 @@ def test_a_users_rollout_engine_is_selected_by_name(module):
 def test_reward_managers_and_rollout_engines_declare_their_traits_in_their_files():
     assert {name for name, traits in names.REWARD_MANAGERS.items() if traits.overlong_buffer} == {"dapo"}
     assert {name for name, traits in names.ROLLOUTS.items() if traits.third_party} == {"vllm", "sglang", "trtllm"}
-    assert names.ROLLOUTS["vllm"].import_path == "verl.workers.rollout.vllm_rollout:vLLMRollout"
+    assert names.ROLLOUTS["vllm"].import_path == "verl.workers.rollout.vllm_rollout.vllm_rollout:vLLMRollout"

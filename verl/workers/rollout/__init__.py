@@ -1,4 +1,4 @@
-"""Rollout engines, which generate responses. An engine is one file that declares its name and traits."""
+"""Rollout engines, which generate responses. An engine is one file or package that declares its name and traits."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import torch
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.sequence import Sequence
 from verl.types.request import Output, Request, SamplingParams
-from verl.workers.rollout.sglang_engine import SGLangRequest
-from verl.workers.rollout.sglang_rollout import engine_arguments
+from verl.workers.rollout.sglang_rollout.server import SGLangRequest
+from verl.workers.rollout.sglang_rollout.sglang_rollout import engine_arguments
 
 EOS = frozenset({1, 2})
 

@@ -18,7 +18,7 @@ from verl.inference.sequence import Sequence as TokenSequence
 from verl.types.weights import WeightMismatchError
 from verl.utils.device import resolve_dtype
 from verl.utils.transfer_group import TransferGroup, TransferHost
-from verl.workers.rollout.sglang_engine import sampling_arguments
+from verl.workers.rollout.sglang_rollout.server import sampling_arguments
 from verl.workers.rollout.streaming_server import StreamEvent
 from verl.workers.rollout.third_party import PROBE_PROMPT, PROBE_TOP_TOKENS
 from verl.workers.rollout.url_rollout.server import (

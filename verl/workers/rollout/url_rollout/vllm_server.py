@@ -19,7 +19,7 @@ from verl.workers.rollout.streaming_server import StreamEvent, params_after
 from verl.workers.rollout.third_party import PROBE_PROMPT, PROBE_TOP_TOKENS
 from verl.workers.rollout.url_rollout.server import ServerAPI, ServerError, WeightTransport, run_both_sides
 from verl.workers.rollout.url_rollout.vllm_worker import SERVER_EXTENSION, device_name
-from verl.workers.rollout.vllm_step_engine import sampling_arguments
+from verl.workers.rollout.vllm_rollout.step_engine import sampling_arguments
 from verl.workers.rollout.weights import bucket_layout, layout_bytes
 
 _RPC_TIMEOUT_S = 600.0

@@ -11,7 +11,7 @@ import torch
 
 from verl.utils.transfer_group import TransferAddress, TransferGroup
 from verl.utils.weight_fingerprint import fingerprints
-from verl.workers.rollout.vllm_rollout import WeightReceiver
+from verl.workers.rollout.vllm_rollout.vllm_rollout import WeightReceiver
 from verl.workers.rollout.weights import BucketPiece, layout_bytes
 
 SERVER_EXTENSION = f"{__name__}.WeightMember"

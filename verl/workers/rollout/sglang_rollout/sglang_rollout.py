@@ -19,7 +19,7 @@ from verl.utils.resources import split_cores
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.base import RELEASE_TAGS
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments, request_loop
-from verl.workers.rollout.sglang_engine import EngineThread, SGLangServer, SGLangStepEngine
+from verl.workers.rollout.sglang_rollout.server import EngineThread, SGLangServer, SGLangStepEngine
 from verl.workers.rollout.weights import CheckpointWeights, dtype_name
 
 
