@@ -11,6 +11,8 @@ from verl.config.problems import Report
 from verl.config.schema import key
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
 
+_NUM_LABELS = "num_labels"
+
 
 @dataclass(kw_only=True, slots=True)
 class RMDataConfig(SupervisedDataConfig):
@@ -49,13 +51,10 @@ class RMConfig(SupervisedConfig):
         return None
 
 
-_LABELS = "num_labels"
-
-
 def resolve(config: RMConfig, report: Report) -> None:
-    """Replace every null that stands for another value."""
+    """Replace every null by the value that it stands for."""
     supervised.resolve(config, report)
-    config.model.override_config.setdefault(_LABELS, 1)
+    config.model.override_config.setdefault(_NUM_LABELS, 1)
 
 
 def validate(config: RMConfig, report: Report) -> None:
@@ -69,11 +68,11 @@ def validate(config: RMConfig, report: Report) -> None:
 
 
 def check_environment(config: RMConfig, report: Report) -> None:
-    """Report missing files and packages, and a classifier with several labels."""
+    """Report missing files and packages, and a model or override with several labels."""
     supervised.check_environment(config, report)
-    labels = config.model.override_config[_LABELS]
-    if labels != 1:
-        report.problem(f"model.override_config.{_LABELS}", labels, "a score is one number", "Leave it out")
+    num_labels = config.model.override_config[_NUM_LABELS]
+    if num_labels != 1:
+        report.problem(f"model.override_config.{_NUM_LABELS}", num_labels, "a score is one number", "Leave it out")
     model = read_model_config(config.model.path or "", {}) or {}
     architectures = model.get("architectures") or []
     label_count = len(model.get("id2label") or (0, 0))  # transformers omits the default of two labels

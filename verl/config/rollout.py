@@ -132,7 +132,7 @@ class RolloutConfig(GeneratorConfig):
     )
     max_num_seqs: int = key(
         "Largest number of sequences decoded concurrently.",
-        null="1024, without validation and agents the responses that a replica may have in flight",
+        null="1024; without validation and agents: the largest number of responses in flight per replica",
         min=1,
     )
     mode: str = key("async: each trajectory proceeds independently (required for tools).", choices=("sync", "async"))
@@ -155,7 +155,7 @@ class RolloutConfig(GeneratorConfig):
         aliases=("../../rollout.nnodes",),
     )
     n_gpus_per_node: int = key(
-        "Devices per node of that pool.",
+        "Devices per node of the separate rollout pool.",
         follows="trainer.n_gpus_per_node",
         min=1,
         aliases=("../../rollout.n_gpus_per_node",),
@@ -168,13 +168,15 @@ class RolloutConfig(GeneratorConfig):
         min=1,
     )
     log_prob_micro_batch_size: int | None = key(
-        "The same summed over all ranks; converted to log_prob_micro_batch_size_per_gpu.", null="not used", min=1
+        "log_prob_micro_batch_size_per_gpu summed over all ranks; converted to that key.", null="not used", min=1
     )
     log_prob_use_dynamic_bsz: bool = key(
-        "Fill these micro-batches up to a token budget.", follows=f"{_ACTOR}.use_dynamic_bsz"
+        "Fill micro-batches of old log-probs up to a token budget.", follows=f"{_ACTOR}.use_dynamic_bsz"
     )
     log_prob_max_token_len_per_gpu: int = key(
-        "Token budget per rank and forward pass.", follows=f"{_ACTOR}.ppo_max_token_len_per_gpu", min=1
+        "Token budget per rank and forward pass when old log-probs are computed.",
+        follows=f"{_ACTOR}.ppo_max_token_len_per_gpu",
+        min=1,
     )
     val_kwargs: ValKwargsConfig = key("Sampling in validation.")
     multi_turn: MultiTurnConfig = key("Multi-turn generation with tools.")
@@ -192,22 +194,22 @@ class NativeOptions:
     model: str = "auto"
     """fused, generic, or auto: fused if it supports the model."""
     merge_lora: bool = False
-    """A weight sync sends merged weights; otherwise the engine applies the adapters, and only these are sent."""
+    """Whether a weight sync sends merged weights; otherwise only the LoRA adapters, which the engine applies."""
 
     @classmethod
     def from_config(cls, config: GeneratorConfig) -> NativeOptions:
         values = dict(config.engine_kwargs["native"] if "native" in config.engine_kwargs else {})
-        where, known = "engine_kwargs.native", [field.name for field in fields(cls)]
+        prefix, known = "engine_kwargs.native", [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(known))
         if unknown:
-            raise ValueError(f"{where}.{unknown[0]}: unknown option. Use one of {', '.join(known)}.")
+            raise ValueError(f"{prefix}.{unknown[0]}: unknown option. Use one of {', '.join(known)}.")
         options = cls(**values)
         if options.model not in _MODEL_KINDS:
-            raise ValueError(f"{where}.model: {options.model!r} is unknown. Use one of {', '.join(_MODEL_KINDS)}.")
+            raise ValueError(f"{prefix}.model: {options.model!r} is unknown. Use one of {', '.join(_MODEL_KINDS)}.")
         if options.block_size < 1 or (options.num_blocks is not None and options.num_blocks < 1):
-            raise ValueError(f"{where}: block_size and num_blocks must be at least 1 (got {values}).")
+            raise ValueError(f"{prefix}: block_size and num_blocks must be at least 1 (got {values}).")
         if not isinstance(options.merge_lora, bool):
-            raise ValueError(f"{where}.merge_lora: {options.merge_lora!r} is neither true nor false.")
+            raise ValueError(f"{prefix}.merge_lora: {options.merge_lora!r} is neither true nor false.")
         return options
 
 

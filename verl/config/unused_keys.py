@@ -25,14 +25,14 @@ from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
 from verl.config.schema import Block, get_path, join, walk
 
-# Keys named in one notice; scripts set whole blocks.
-_MAX_NAMED = 5
+# Maximum number of keys that a notice lists: scripts often set whole blocks.
+_MAX_LISTED_KEYS = 5
 _EXTERNAL_ENGINES = [name for name, row in names.ROLLOUTS.items() if row.third_party]
 _LOAD_FORMATS = ("auto", "dummy")
 _TEACHER = "distillation.teacher"
 _REF, _MODEL, _CORRECTION = "actor_rollout_ref.ref", "actor_rollout_ref.model", "algorithm.rollout_correction"
 _SEARCH_LENGTHS = ("data.max_start_length", "data.max_turn_length", "data.max_obs_length")
-_NORM = "seq-mean-token-sum-norm"
+_SCALED_SUM = "seq-mean-token-sum-norm"
 _REWARD_MODEL_KEYS = (
     *("model.*", "strategy", "micro_batch_size*", "use_dynamic_bsz", "forward_max_token_len_per_gpu", "max_length"),
     *("ulysses_sequence_parallel_size", "use_torch_compile", "use_prefix_grouper", "fsdp_config.*"),
@@ -47,32 +47,34 @@ _STARTUP_KEYS = (
 
 
 class ReadRule(NamedTuple):
-    """Keys (patterns), the condition under which they are read, and otherwise the reason, for the notice.
+    """A condition under which keys are read.
 
-    If several rules match a key, the first one is used.
+    A key is unused if any rule that matches it is false; the notice has the reason of the first of these rules.
     """
 
     keys: tuple[str, ...]
+    """Patterns of `fnmatch`."""
     is_read: Callable[[PPOConfig], bool]
     reason: str
+    """Why the keys are not read, as the end of a sentence."""
 
 
 def report_unused_keys(config: PPOConfig, report: Report) -> None:
-    """Add a notice for each reason why keys that were set are not read, with these keys."""
-    rules = [rule for rule in RULES if not rule.is_read(config)]
+    """Add a notice for each reason why keys that were set are not read, and list the keys."""
+    false_rules = [rule for rule in RULES if not rule.is_read(config)]
     targets = _follows_targets(type(config))
     unused: dict[str, list[str]] = {}
     for path, value in config.changed.items():
         if path.endswith(".enable"):  # a switch that is off has an effect
             continue
-        if path in targets and get_path(config, targets[path]) == value:  # the same value as when it is not set
+        if path in targets and get_path(config, targets[path]) == value:  # as if the key were not set
             continue
-        reason = next((rule.reason for rule in rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
+        reason = next((rule.reason for rule in false_rules if any(fnmatchcase(path, key) for key in rule.keys)), None)
         if reason is not None:
             unused.setdefault(reason, []).append(f"{path} = {show(value)}")
     for reason, keys in unused.items():
-        more = f" and {len(keys) - _MAX_NAMED} more" if len(keys) > _MAX_NAMED else ""
-        report.notice(f"{', '.join(keys[:_MAX_NAMED])}{more}: no effect, {reason}.")
+        more = f" and {len(keys) - _MAX_LISTED_KEYS} more" if len(keys) > _MAX_LISTED_KEYS else ""
+        report.notice(f"{', '.join(keys[:_MAX_LISTED_KEYS])}{more}: no effect, {reason}.")
 
 
 def check_supported(config: PPOConfig, report: Report) -> None:
@@ -83,7 +85,7 @@ def check_supported(config: PPOConfig, report: Report) -> None:
         why, fix = f"is not supported by {ROLLOUT}.name = hf", f"Set it to 1, or {ROLLOUT}.name=native"
         report.invalid(f"{ROLLOUT}.tensor_model_parallel_size", rollout.tensor_model_parallel_size, why, fix)
     _check_installed(config, report)
-    _engine_keys(config, report)
+    _report_keys_of_other_engines(config, report)
 
 
 def _check_installed(config: PPOConfig, report: Report) -> None:
@@ -97,8 +99,8 @@ def _check_installed(config: PPOConfig, report: Report) -> None:
             report.invalid(f"{path}.strategy", strategy, f"{engine.package} is not installed", fix)
 
 
-def _engine_keys(config: PPOConfig, report: Report) -> None:
-    """Add notices about arguments and load formats of other engines."""
+def _report_keys_of_other_engines(config: PPOConfig, report: Report) -> None:
+    """Add notices about `engine_kwargs` and load formats that only other rollout engines use."""
     rollout = config.actor_rollout_ref.rollout
     others = [name for name in rollout.engine_kwargs if name != rollout.name or name == "hf"]
     for name in others:
@@ -110,7 +112,7 @@ def _engine_keys(config: PPOConfig, report: Report) -> None:
 
 
 def _follows_targets(cls: type[Block]) -> dict[str, str]:
-    """Return the keys with a `follows` target, and the target."""
+    """Return the `follows` target of every key that has one."""
     targets: dict[str, str] = {}
     for path, entry in walk(cls):
         target = entry.key.follows
@@ -126,7 +128,7 @@ def _below(block: str, *keys: str) -> tuple[str, ...]:
 
 
 def _is_set(path: str) -> Callable[[PPOConfig], bool]:
-    """The key is true, not null, or a number other than 0 and -1."""
+    """Return a condition: the value of the key is none of null, False, 0 and -1."""
     return lambda config: get_path(config, path) not in (None, False, 0, -1)
 
 
@@ -162,7 +164,8 @@ def _any_role_has_fixed_size(config: PPOConfig) -> bool:
 
 
 def _micro_batch_rules() -> Iterator[ReadRule]:
-    """Micro-batches have a fixed size or a token budget; other roles may follow the actor's keys."""
+    """Micro-batches have a fixed size or a token budget. The actor's keys are read if any role uses them: the keys of
+    other roles may follow them."""
     blocks = {
         ACTOR: ("use_dynamic_bsz", ("ppo",)),
         "critic": ("use_dynamic_bsz", ("ppo", "forward")),
@@ -171,13 +174,13 @@ def _micro_batch_rules() -> Iterator[ReadRule]:
         _TEACHER: ("log_prob_use_dynamic_bsz", ("log_prob",)),
     }
     for block, (switch, kinds) in blocks.items():
-        budget, samples = _is_set(f"{block}.{switch}"), _is_off(f"{block}.{switch}")
+        has_budget, has_fixed_size = _is_set(f"{block}.{switch}"), _is_off(f"{block}.{switch}")
         if block == ACTOR:
-            budget, samples = _any_role_has_budget, _any_role_has_fixed_size
+            has_budget, has_fixed_size = _any_role_has_budget, _any_role_has_fixed_size
         tokens = _below(block, *(f"{kind}_max_token_len_per_gpu" for kind in kinds))
-        yield ReadRule(tokens, budget, f"{block}.{switch} = False counts samples, not tokens")
+        yield ReadRule(tokens, has_budget, f"{block}.{switch} = False counts samples, not tokens")
         sizes = _below(block, *(f"{kind}_micro_batch_size*" for kind in kinds))
-        yield ReadRule(sizes, samples, f"{block}.{switch} = True fills micro-batches up to a budget of tokens")
+        yield ReadRule(sizes, has_fixed_size, f"{block}.{switch} = True fills micro-batches up to a budget of tokens")
 
 
 def _engine_rules() -> Iterator[ReadRule]:
@@ -187,16 +190,15 @@ def _engine_rules() -> Iterator[ReadRule]:
         yield ReadRule((f"{megatron}.*",), _is(strategy, "megatron"), f"{strategy} is not megatron")
         fsdp_keys = _below(block, "fsdp_config.*")
         yield ReadRule(fsdp_keys, _is_not(strategy, "megatron"), f"{strategy} = megatron does not read it")
-        path = (f"{megatron}.dist_checkpointing_path",)
-        yield ReadRule(
-            path, _is_set(f"{megatron}.use_dist_checkpointing"), f"{megatron}.use_dist_checkpointing = False"
-        )
+        switch = f"{megatron}.use_dist_checkpointing"
+        yield ReadRule((f"{megatron}.dist_checkpointing_path",), _is_set(switch), f"{switch} = False")
     for block, model in ((ACTOR, _MODEL), ("critic", "critic.model"), ("reward_model", "reward_model.model")):
-        packs = f"{block}.strategy = megatron packs every pass"
+        packs = f"{block}.strategy = megatron always removes padding"
         yield ReadRule((f"{model}.use_remove_padding",), _is_not(f"{block}.strategy", "megatron"), packs)
 
 
 def _model_rules() -> Iterator[ReadRule]:
+    """Keys of LoRA and of the learning rate schedule."""
     for model, optim in ((_MODEL, f"{ACTOR}.optim"), ("critic.model", "critic.optim")):
         adapters = _below(model, "lora_alpha", "target_modules", "exclude_modules")
         yield ReadRule(adapters, _is_set(f"{model}.lora_rank"), f"LoRA is off; {model}.lora_rank=16 enables it")
@@ -210,9 +212,12 @@ def _model_rules() -> Iterator[ReadRule]:
 
 
 def _extension_rules(
-    choice: str, rows: Mapping[str, names.EstimatorTraits] | Mapping[str, names.LossTraits], below: str
+    choice: str, rows: Mapping[str, names.EstimatorTraits] | Mapping[str, names.LossTraits], block: str
 ) -> Iterator[ReadRule]:
-    """Keys that only some extensions read. User extensions without traits may read any key."""
+    """Keys of `block` that only some values of the key `choice` read, according to their `rows`.
+
+    Extensions of users have no row and may read any key.
+    """
     for key in dict.fromkeys(key for row in rows.values() for key in row.reads):
         readers = [name for name, row in rows.items() if key in row.reads]
 
@@ -220,15 +225,13 @@ def _extension_rules(
             return get_path(config, choice) in readers or get_path(config, choice) not in rows
 
         reads = "reads" if len(readers) == 1 else "read"
-        yield ReadRule((f"{below}.{key}",), is_read, f"only {choice}={' and '.join(readers)} {reads} it")
+        yield ReadRule((f"{block}.{key}",), is_read, f"only {choice}={' and '.join(readers)} {reads} it")
 
 
 RULES: tuple[ReadRule, ...] = (
     ReadRule(
         ("max_turns", "retriever.*", *_SEARCH_LENGTHS, "algorithm.state_masking.*"),
-        lambda config: (
-            config.actor_rollout_ref.rollout.mode == "async"
-        ),  # rows can select the search agent by agent_name
+        _is(f"{ROLLOUT}.mode", "async"),  # rows can select the search agent by agent_name, also without do_search
         "the search agent is off; do_search=True enables it",
     ),
     ReadRule(
@@ -250,7 +253,7 @@ RULES: tuple[ReadRule, ...] = (
     ReadRule(
         ("trainer.overlap",),
         lambda config: config.trainer.mode != "sync" and shares_devices(config),
-        "generation does not overlap training on shared devices; trainer.mode=async without a rollout pool does that",
+        "generation does not overlap training on shared devices; trainer.mode=async without a rollout pool enables it",
     ),
     ReadRule(
         ("critic.*", "trainer.max_critic_ckpt_to_keep"),
@@ -346,7 +349,7 @@ RULES: tuple[ReadRule, ...] = (
     ReadRule(
         (f"{_CORRECTION}.rollout_is_threshold",),
         lambda config: bool(get_path(config, _CORRECTION).rollout_is or get_path(config, _CORRECTION).rollout_rs),
-        f"{_CORRECTION}.rollout_is is not set",
+        f"{_CORRECTION}.rollout_is and rollout_rs are not set",
     ),
     ReadRule(
         _below(f"{ROLLOUT}.val_kwargs", "temperature", "top_p", "top_k"),
@@ -391,7 +394,7 @@ RULES: tuple[ReadRule, ...] = (
     ReadRule(
         _below(ROLLOUT, "free_weights"),
         lambda config: shares_devices(config) and not config.actor_rollout_ref.rollout.server_urls,
-        "the engine has separate devices without training",
+        "the engine does not share its devices with training",
     ),
     ReadRule(
         _below(ROLLOUT, "top_p", "top_k", "min_p"), _is_set(f"{ROLLOUT}.do_sample"), f"{ROLLOUT}.do_sample = False"
@@ -403,11 +406,13 @@ RULES: tuple[ReadRule, ...] = (
     ),
     ReadRule(
         _below(ACTOR, "loss_scale_factor"),
-        lambda config: _NORM in (config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode),
-        f"only {ACTOR}.loss_agg_mode={_NORM} reads it",
+        lambda config: _SCALED_SUM in (config.actor_rollout_ref.actor.loss_agg_mode, config.critic.loss_agg_mode),
+        f"only loss_agg_mode={_SCALED_SUM} of actor or critic reads it",
     ),
     ReadRule(
-        ("critic.loss_scale_factor",), _is("critic.loss_agg_mode", _NORM), f"only critic.loss_agg_mode={_NORM} reads it"
+        ("critic.loss_scale_factor",),
+        _is("critic.loss_agg_mode", _SCALED_SUM),
+        f"only critic.loss_agg_mode={_SCALED_SUM} reads it",
     ),
     *_engine_rules(),
     *_extension_rules("algorithm.adv_estimator", names.ADV_ESTIMATORS, "algorithm"),
