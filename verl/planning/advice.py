@@ -68,7 +68,7 @@ def check_fits(config: Block, plan_of: Planner) -> list[str]:
     needs += f" {worst.capacity / GB:.1f} GB"
     if plan.installed is not None and plan.limited_by_host(worst):
         needs += f" of available host memory (the host has {plan.installed / GB:.1f} GB, of which other processes hold"
-        needs += f" {plan.used / GB:.1f} GB)"
+        needs += f" {plan.used_by_others / GB:.1f} GB)"
     advice = _advice(changes, fits, freeing=plan.fits_without_other_processes(worst))
     if worst.total * (1 - UNCERTAINTY) <= worst.capacity:
         return [f"Memory: {needs}. It may just fit. If it does not: {advice}."]

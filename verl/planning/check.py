@@ -172,7 +172,7 @@ def _check(config: Any, plan_of: Callable[[Any], MemoryPlan]) -> MemoryPlan:
         logger.warning("trainer.auto_memory set %s", change.log_text())
     plan = plan_of(config)
     logger.info(plan.render() if config.trainer.console == FULL else plan.summary())
-    for block, missing in plan.no_snapshot.items():
+    for block, missing in plan.snapshot_shortfall.items():
         key = f"{block}.checkpoint.snapshot".removeprefix(".")
         if missing:
             logger.warning(

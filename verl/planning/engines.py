@@ -33,13 +33,13 @@ from verl.utils.buffer_sizes import (
     step_bytes,
 )
 
-BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
-# Another process on a GPU: driver context, workspaces of libraries, cache of torch's allocator.
-_PROCESS = int(1.0 * GB)
-# Memory of LoRA adapters in the native engine over their size: matrices of merged layers are padded with zeros.
-_ADAPTER_COPIES = 2
-# Phases with the engine's weights on the device: responses are scored while more may be generated.
-_WITH_WEIGHTS = ("gen", "reward", "judge")
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "bfloat16": 2, "float16": 2, "float32": 4}
+# Memory that a further process needs on a GPU: driver context, workspaces of libraries, cache of torch's allocator.
+_PROCESS_BYTES = int(1.0 * GB)
+# Memory of LoRA adapters in the native engine relative to their size: matrices of fused layers are padded with zeros.
+_ADAPTER_PADDING = 2
+# Phases with the engine's weights on the device. Responses are scored while others are still generated.
+_PHASES_WITH_WEIGHTS = ("gen", "reward", "judge")
 
 
 def responses_per_batch(config: PPOConfig) -> int:
@@ -50,7 +50,10 @@ def responses_per_batch(config: PPOConfig) -> int:
 def rollout_bytes(
     config: PPOConfig, shape: ModelShape, phase: str, device: DeviceMemory | None, resident: float
 ) -> float:
-    """Bytes of the rollout engine on one device in `phase`. `resident`: bytes in use when it chose its KV size."""
+    """Return the bytes of the rollout engine on one device in `phase`.
+
+    `resident`: bytes of the device that are in use when the engine sizes its KV cache.
+    """
     rollout, on_gpu = config.actor_rollout_ref.rollout, config.trainer.device == "cuda"
     if rollout.server_urls:
         return 0.0
@@ -58,16 +61,16 @@ def rollout_bytes(
     batches = 1 + async_settings(config.trainer).max_staleness if overlaps_training else 1
     responses = math.ceil(batches * responses_per_batch(config) / layout_of(config, "rollout").dp_size)
     parts = engine_footprint(rollout, shape, min(rollout.max_num_seqs, responses), on_gpu, device, resident)
-    weights = parts.weights if phase in _WITH_WEIGHTS or not rollout.free_weights else 0.0
+    weights = parts.weights if phase in _PHASES_WITH_WEIGHTS or not rollout.free_weights else 0.0
     if names.rollout_traits(rollout.name).third_party and on_gpu and device is not None:
-        c = BYTES[rollout.dtype]
+        c = DTYPE_BYTES[rollout.dtype]
         bucket = _bucket_bytes(rollout, c * shape.parameters, c * shape.largest_parameters)
         layer = c * shape.layer_parameters / shape.layers / rollout.tensor_model_parallel_size
         return _third_party_bytes(rollout, phase, device, parts, weights, bucket, layer)
     if phase != "gen" and not overlaps_training:
         frees_kv = rollout.free_cache_engine and rollout.name == "native"
         return weights + parts.graphs + (0.0 if frees_kv else parts.kv)
-    if phase not in _WITH_WEIGHTS and frees_partial_kv(config):
+    if phase not in _PHASES_WITH_WEIGHTS and frees_partial_kv(config):
         return weights + parts.graphs
     return weights + parts.graphs + parts.kv + parts.step
 
@@ -78,8 +81,10 @@ class EngineFootprint:
 
     weights: float
     graphs: float
+    """Memory of CUDA graphs."""
     kv: float
     step: float
+    """Activations and logits of the largest step."""
 
     @property
     def total(self) -> float:
@@ -94,11 +99,11 @@ def engine_footprint(
     device: DeviceMemory | None,
     resident: float = 0.0,
 ) -> EngineFootprint:
-    """Return the memory with `running` concurrent sequences. `resident`: bytes in use when it chose its KV size."""
-    c, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
+    """Return the memory with `running` concurrent sequences; `resident` as in `rollout_bytes`."""
+    c, ranks = DTYPE_BYTES[rollout.dtype], rollout.tensor_model_parallel_size
     weights = (1 if rollout.quantization else c) * shape.parameters / ranks
     if shape.adapter_parameters is not None and rollout.name == "native":
-        weights += _ADAPTER_COPIES * c * shape.adapter_parameters
+        weights += _ADAPTER_PADDING * c * shape.adapter_parameters
     truncated = not on_gpu or rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
     intermediate = shape.intermediate // ranks
     step = step_bytes(rollout.max_num_batched_tokens, shape.hidden, intermediate, c)
@@ -120,7 +125,10 @@ def engine_footprint(
 
 
 def _bucket_bytes(rollout: RolloutConfig, weights: float, largest: float) -> float:
-    """Size of a weight-sync bucket; a larger tensor is sent alone and undivided."""
+    """Return the size of a weight-sync bucket. `weights`, `largest`: bytes of all weights, and of the largest tensor.
+
+    A tensor above the configured size is sent alone and undivided.
+    """
     return max(min(weights, rollout.checkpoint_engine.update_weights_bucket_megabytes * 2.0**20), largest)
 
 
@@ -133,15 +141,16 @@ def _third_party_bytes(
     bucket: float,
     layer: float,
 ) -> float:
-    """Bytes of a third-party engine, which takes its configured share of the device independently of the model.
+    """Return the bytes of a third-party engine, which takes its configured share of the device whatever the model.
 
     vLLM includes weights, activations and graphs in `gpu_memory_utilization`; SGLang and TensorRT-LLM exclude the
-    activations of a step. While asleep, it keeps its process, a bucket buffer and `resident_weights`. In a weight sync,
-    before it generates, it has a copy of a bucket (two if its ranks have their own processes) and a fused layer.
+    activations of a step. Outside generation it keeps its process, a bucket buffer and `resident_weights`. In a weight
+    sync, before it generates, it has a copy of a bucket (two if its ranks have their own processes) and a fused layer.
+    `bucket`, `layer`: bytes of a weight-sync bucket and of one layer.
     """
     share = max(rollout.gpu_memory_utilization * device.total, parts.weights)
     kv = 0.0 if rollout.free_cache_engine else share - parts.weights
-    process = _PROCESS + bucket if runs_in_own_process(rollout) else 0.0
+    process = _PROCESS_BYTES + bucket if runs_in_own_process(rollout) else 0.0
     if phase != "gen":
         return process + resident_weights + kv
     copies = bucket * (1 if rollout.tensor_model_parallel_size == 1 else 2) + layer
@@ -150,23 +159,21 @@ def _third_party_bytes(
 
 @dataclass(frozen=True)
 class RewardServerMemory:
-    """Memory of a served reward model, which has a full copy on every rank of its pool.
-
-    `generates`: it is a causal LM; otherwise a classifier, which has no KV cache.
-    """
+    """Memory of a served reward model, which has a full copy on every rank of its pool."""
 
     config: PPOConfig
     shape: ModelShape
     generates: bool
+    """Whether it is a causal LM; otherwise it is a classifier, which has no KV cache."""
 
     @classmethod
     def from_config(cls, config: PPOConfig, shapes: Mapping[str, ModelShape]) -> RewardServerMemory | None:
-        """Return None if the run has no served reward model, or its shape is unknown; `shapes` as in `memory_plan`."""
+        """Return None if the run serves no reward model, or its shape is unknown. `shapes` as in `memory_plan`."""
         shape = shapes.get("judge", shapes.get("reward_model"))
         return cls(config, shape, "judge" in shapes) if shape is not None and serves_reward_model(config) else None
 
     def bytes(self, phase: str, device: DeviceMemory | None) -> float:
-        """Bytes on one device in `phase`: everything, or what remains there when the model is offloaded."""
+        """Return the bytes on one device in `phase`: all, or those that remain there while the model is offloaded."""
         parts, on_gpu = self._parts(device), self.config.trainer.device == "cuda"
         if phase == "judge" or not self.is_offloaded:
             return parts.total
@@ -178,8 +185,8 @@ class RewardServerMemory:
         return judge_shares_devices(self.config)
 
     def model(self) -> FSDPModelMemory:
-        """Return the model for the plan of host memory."""
-        size = BYTES[self._dtype]
+        """Return the memory of the model alone, by which the host memory of an offloaded copy is planned."""
+        size = DTYPE_BYTES[self._dtype]
         return FSDPModelMemory(self.shape, compute_bytes=size, frozen=True, device=self.config.trainer.device)
 
     def _parts(self, device: DeviceMemory | None) -> EngineFootprint:

@@ -1,7 +1,6 @@
 """Device memory of a model on the fsdp engine in training and inference: all formulas, with their reasons.
 
-Symbols: T tokens of a micro-batch on this rank, c bytes of the compute dtype, H hidden size, A and K widths of queries
-and keys, I MLP width, V vocabulary, N parameters, S ranks that share one copy of the weights.
+Symbols: s shape of the model, c bytes of the compute dtype, H hidden size. Tokens: of a micro-batch on one rank.
 """
 
 from __future__ import annotations
@@ -17,22 +16,27 @@ _GATHERED_LAYERS = 3
 
 @dataclass(frozen=True)
 class FSDPModelMemory:
-    """Memory of the model of one role, in bytes per rank. A frozen model (reference, reward model) only infers."""
+    """Memory of the model of one role, in bytes per rank."""
 
     shape: ModelShape
     kind: str = "causal_lm"
     compute_bytes: int = 2
+    """Bytes of one element of the compute dtype."""
     shards: int = 1
+    """Number of ranks that share one copy of the weights."""
     frozen: bool = False
+    """Whether the model is never trained (reference, reward model)."""
     checkpointing: bool = True
+    """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
     compiled: bool = False
     reshard: bool | None = None
-    """Whether gathered layers are freed after their forward pass; None: if weights are sharded."""
+    """Whether gathered layers are freed after their forward pass; None: yes if weights are sharded."""
     state_bytes: int = 4
     """Bytes of one optimizer moment of one parameter."""
     grad_offload: bool = False
-    copied_keys: float = 1.0
-    """Keys and values that attention saves per computed token; several if micro-batches share prefixes."""
+    saved_keys_per_token: float = 1.0
+    """Keys and values that attention saves for each computed token; above 1 if samples of a micro-batch share prefixes:
+    attention copies those of the prefix."""
     device: str = "cuda"
 
     # ---------------------------------------------------------------- state between passes
@@ -69,7 +73,7 @@ class FSDPModelMemory:
     def gathered(self) -> float:
         """Unsharded parameters in the compute dtype: those outside the layers during the whole pass, and a few layers.
 
-        A single rank gathers nothing, but still casts.
+        A single rank gathers nothing, but also has copies: its float32 weights are cast.
         """
         reshards, _ = grouping(self.shards, self.reshard)
         layers = self._parameters_per_layer * _GATHERED_LAYERS if reshards else self.shape.layer_parameters
@@ -88,7 +92,7 @@ class FSDPModelMemory:
         """
         s, c = self.shape, self.compute_bytes
         norm = (8 + c if s.norm_in_float32 else 4 + 2 * c) * s.hidden
-        attention = c * (2 * s.query_width + 2 * s.key_width * self.copied_keys) + 4 * s.heads
+        attention = c * (2 * s.query_width + 2 * s.key_width * self.saved_keys_per_token) + 4 * s.heads
         if s.head_norms:
             attention += (4 + c) * (s.query_width + s.key_width)
         if self.compiled:
@@ -104,12 +108,13 @@ class FSDPModelMemory:
         copies of a norm, or queries, keys, values, the output of attention and the keys and values it copies."""
         s, c = self.shape, self.compute_bytes
         peak: float = max((3 if s.gated else 2) * c * s.intermediate, 12 * s.hidden)
-        if self.copied_keys > 1:
-            peak = max(peak, 2 * c * (s.query_width + s.key_width * (1 + self.copied_keys)))
+        if self.saved_keys_per_token > 1:
+            peak = max(peak, 2 * c * (s.query_width + s.key_width * (1 + self.saved_keys_per_token)))
         return 2 * c * s.hidden + peak
 
     def inference(self, tokens: int, response_tokens: int) -> dict[str, float]:
-        """Peak by part of a pass without gradient over `tokens`; `response_tokens` of them get log-probs or values."""
+        """Return the peak bytes of a pass without gradient, by part: over `tokens`, of which `response_tokens` get
+        log-probs or values."""
         final_states = self.compute_bytes * self.shape.hidden * (tokens + response_tokens)
         layers, head = tokens * self.inference_activations(), self._logits(response_tokens)
         in_layers = {"activations": layers, "head": 0.0}
@@ -117,7 +122,7 @@ class FSDPModelMemory:
         return {"gathered": self.gathered(), **(in_layers if layers >= final_states + head else in_head)}
 
     def update(self, tokens: int, response_tokens: int, micro_batches: int) -> dict[str, float]:
-        """Peak by part of an optimizer step of this number of micro-batches."""
+        """Return the peak bytes of an optimizer step of `micro_batches` micro-batches, by part."""
         accumulates = micro_batches > 1
         if self.has_adapters:
             candidates = self._backward_peaks(tokens, response_tokens, accumulates)
@@ -130,7 +135,7 @@ class FSDPModelMemory:
     def _full_training_peaks(self, tokens: int, response_tokens: int, accumulates: bool) -> list[dict[str, float]]:
         """Without adapters: gradients accumulate while activations are freed, so the peak is at the start or end of the
         backward pass, in the reduction of the gradients over ranks in float32, or in the optimizer."""
-        s, c, n = self.shape, self.compute_bytes, self.shape.parameters
+        s, c, parameters = self.shape, self.compute_bytes, self.shape.parameters
         accumulated = self._accumulated_gradients(accumulates)
         one_layer = tokens * (self.layer_activations() + self.backward_temporaries())
         embeddings = c * s.embedding_parameters
@@ -139,28 +144,28 @@ class FSDPModelMemory:
         if one_group:
             # All gradients stay in the compute dtype until the end. That of the embedding is computed last, after the
             # layers; it is added to that of a tied head, which already exists.
-            new = float(c * n - (0 if tied else embeddings))
-            last = float(c * n + (embeddings if tied else 0))
-            # Accumulated float32 gradients (or the new ones) and their copy; then this copy and the result.
-            reduced = 8.0 * n
+            before_embedding = float(c * parameters - (0 if tied else embeddings))
+            at_embedding = float(c * parameters + (embeddings if tied else 0))
+            # Float32 gradients (accumulated or new) and a copy of them; then this copy and the result of the reduction.
+            reduced = 8.0 * parameters
         else:
-            # Of a layer: new gradients, their float32 copy, the reduced gradients, and the copy of the previous layer.
+            # Per layer: new gradients, their float32 copy, the reduced gradients, and the copy of the previous layer.
             layer = (c + 8 + 4 / self.shards) * self._parameters_per_layer
             finished_layers = self.gradients() if not accumulated else 0.0
-            new = last = finished_layers + c * s.root_parameters + layer
+            before_embedding = at_embedding = finished_layers + c * s.root_parameters + layer
             reduced = (accumulated or self.gradients()) + (4 + max(c, 4 / self.shards)) * s.root_parameters
         gathered = self.gathered()
         optimizer_step = self.gradients() + self._optimizer_workspace()
         return [
             *self._backward_peaks(tokens, response_tokens, accumulates),
-            {"gradients": accumulated + new, "gathered": gathered, "activations": one_layer, "head": 0.0},
-            {"gradients": accumulated + last, "gathered": gathered, "activations": 0.0, "head": 0.0},
+            {"gradients": accumulated + before_embedding, "gathered": gathered, "activations": one_layer, "head": 0.0},
+            {"gradients": accumulated + at_embedding, "gathered": gathered, "activations": 0.0, "head": 0.0},
             {"gradients": reduced, "gathered": 0.0, "activations": 0.0, "head": 0.0},
             {"gradients": optimizer_step, "gathered": 0.0, "activations": 0.0, "head": 0.0},
         ]
 
     def _backward_peaks(self, tokens: int, response_tokens: int, accumulates: bool) -> list[dict[str, float]]:
-        """The start of a backward pass: in the head, and in the last layer."""
+        """Return the bytes by part at the start of a backward pass: in the head, and in the last layer."""
         s, c = self.shape, self.compute_bytes
         saved = tokens * (c * s.hidden if self.checkpointing else self.layer_activations()) * s.layers
         saved += tokens * (4 + 2 * c) * s.hidden + response_tokens * c * s.hidden + tokens * 2 * c * s.head_dim
@@ -178,6 +183,7 @@ class FSDPModelMemory:
         return self.gradients() if accumulates and not self.grad_offload else 0.0
 
     def _optimizer_workspace(self) -> float:
+        """Return the temporary memory of a step if moments are stored in bfloat16."""
         if self.state_bytes == 4:
             return 0.0
         embedding = self.shape.embedding_parameters // self.shards

@@ -1,8 +1,7 @@
 """Device memory and communication volume of a model on the megatron engine: all formulas, with their reasons.
 
-Symbols: c bytes of the compute dtype, H hidden size, A and K widths of queries and keys, I MLP width; tp, pp, cp, dp,
-ep and etp are the sizes of a layout. With sequence parallelism (tp above 1) a rank has 1/tp of the tokens between
-layers.
+Symbols: s shape of the model, c bytes of the compute dtype, n parallel sizes of the layout. With sequence parallelism
+(tp above 1) a rank has 1/tp of the tokens between layers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from verl.utils.buffer_sizes import chunk_bytes
 
 @dataclass(frozen=True)
 class MegatronModelMemory:
-    """Memory of the model of one role, in bytes on the rank with the most; the interface of `FSDPModelMemory`."""
+    """Memory of the model of one role, in bytes on the rank with the most. Same interface as `FSDPModelMemory`."""
 
     shape: ModelShape
     core: CoreShape
@@ -64,7 +63,7 @@ class MegatronModelMemory:
         return 0.0 if self.grad_offload else self.gradients()
 
     def weight_sync_bytes(self, bucket: float) -> float:
-        """Buffers of a weight sync: a bucket of this size is gathered while the previous one is read.
+        """Buffers of a weight sync: a bucket of `bucket` bytes is gathered while the previous one is read.
 
         Megatron-Bridge converts unsharded weights: every rank holds one weight in both formats. Experts are converted
         one by one, so the largest weight is the embedding, or the two fused projections of an MLP.
@@ -86,8 +85,10 @@ class MegatronModelMemory:
         return 2 * (4 + 2 * c) * s.hidden / n.token_ranks + self._attention() + self._mlp(layer)
 
     def inference(self, tokens: int, response_tokens: int) -> dict[str, float]:
-        """Peak by part of a pass without gradient over `tokens`; `response_tokens` of them get log-probs or values."""
+        """Return the peak bytes of a pass without gradient, by part: over `tokens`, of which `response_tokens` get
+        log-probs or values."""
         s, c, n = self.core, self.compute_bytes, self.layout
+        # Three of the four tensors that an MLP saves in training exist at the same time.
         mlp = max(self._mlp(layer) for layer in range(s.layers)) * 3 / 4
         layers = tokens * (2 * c * s.hidden / n.token_ranks + max(mlp, 12 * s.hidden / n.token_ranks))
         final_states = c * s.hidden * (tokens / n.token_ranks + response_tokens)
@@ -100,8 +101,11 @@ class MegatronModelMemory:
         }
 
     def update(self, tokens: int, response_tokens: int, micro_batches: int) -> dict[str, float]:
-        """Peak by part of an optimizer step, on the stage with the most: at the start of a backward pass, in the head
-        or in a layer, while the pipeline holds the activations of several micro-batches."""
+        """Return the peak bytes of an optimizer step, by part, on the stage with the most.
+
+        The peak is at the start of a backward pass, in the head or in a layer, while the pipeline holds the activations
+        of several micro-batches.
+        """
         return max(self._update_peaks(tokens, response_tokens, micro_batches), key=lambda parts: sum(parts.values()))
 
     def _update_peaks(self, tokens: int, response_tokens: int, micro_batches: int) -> list[dict[str, float]]:
@@ -111,7 +115,8 @@ class MegatronModelMemory:
             dense, expert = self._parameters[stage]
             last = stage == n.pp - 1
             saved = n.in_flight(stage, micro_batches) * tokens * sum(self._saved(chunk)[0] for chunk in chunks)
-            saved += tokens * (4 + 2 * c) * s.hidden / n.token_ranks + response_tokens * c * s.hidden if last else 0.0
+            if last:  # the final norm and the hidden states of the responses
+                saved += tokens * (4 + 2 * c) * s.hidden / n.token_ranks + response_tokens * c * s.hidden
             recomputed = max((self._saved(chunk)[1] for chunk in chunks), default=0.0)
             temporaries = max(2 * c * s.ffn / n.tp, 12 * s.hidden / n.token_ranks)
             common = {"gradients": 4 * (dense + expert), "gathered": self._gather_buffer(tokens)}
@@ -123,7 +128,9 @@ class MegatronModelMemory:
     # ---------------------------------------------------------------- communication
 
     def communication(self, tokens: float) -> dict[str, float]:
-        """Bytes that a rank sends in one optimizer step by kind of process group; `tokens`: per context-parallel rank.
+        """Return the bytes that a rank sends in one optimizer step, by kind of process group.
+
+        `tokens`: of the step, per context-parallel rank.
 
         A collective over `size` ranks sends (size - 1) / size of its data. tensor: each layer gathers and scatters its
         tokens twice in the forward and three times in the backward pass (gradients of weights need the inputs again).
@@ -132,7 +139,7 @@ class MegatronModelMemory:
         the compute dtype.
         """
         s, c, n = self.core, self.compute_bytes, self.layout
-        recomputes = 1 if (self.recompute or {}).get("recompute_granularity") == "full" else 0
+        extra_forwards = 1 if (self.recompute or {}).get("recompute_granularity") == "full" else 0
         stage = max(range(n.pp), key=lambda index: sum(map(len, n.stages(s.layers)[index])))
         layers = [layer for chunk in n.stages(s.layers)[stage] for layer in chunk]
         sparse = sum(map(s.is_sparse, layers))
@@ -141,11 +148,12 @@ class MegatronModelMemory:
         state = c * s.hidden
         backward = 3 if n.sequence_parallel else 2
         attention = c * (2 * s.query_width + 2 * s.key_width) / n.tp
+        # Without the distributed optimizer, an all-reduce sends the float32 gradients twice.
         bytes_per_parameter = 4 + c if n.distributed_optimizer else 8
         return {
-            "tensor": _sent(n.tp, tokens * state * blocks * (2 * (1 + recomputes) + backward)),
-            "context": _sent(n.cp, tokens * attention * len(layers) * (2 + recomputes)),
-            "expert": _sent(n.ep, tokens / n.token_ranks * s.per_token * 2 * state * sparse * (2 + recomputes)),
+            "tensor": _sent(n.tp, tokens * state * blocks * (2 * (1 + extra_forwards) + backward)),
+            "context": _sent(n.cp, tokens * attention * len(layers) * (2 + extra_forwards)),
+            "expert": _sent(n.ep, tokens / n.token_ranks * s.per_token * 2 * state * sparse * (2 + extra_forwards)),
             "pipeline": 2 * tokens * state / n.token_ranks * n.vpp if n.pp > 1 else 0.0,
             "data": bytes_per_parameter * (_sent(n.copies, dense) + _sent(n.expert_copies, expert)),
         }
@@ -154,7 +162,7 @@ class MegatronModelMemory:
 
     @functools.cached_property
     def _parameters(self) -> list[tuple[float, float]]:
-        """Parameters of a rank of each stage: outside the experts, and of the experts."""
+        """Return for each stage the parameters of a rank: outside the experts, and of the experts."""
         s, n = self.core, self.layout
         embedding = padded_vocab(s.vocab, n.tp) / n.tp * s.hidden
         by_stage = []
@@ -168,16 +176,19 @@ class MegatronModelMemory:
         return by_stage
 
     def _owned(self, dense: float, expert: float) -> float:
+        """Return how many parameters a rank updates: the distributed optimizer shards them over data-parallel ranks."""
         if not self.layout.distributed_optimizer:
             return dense + expert
         return dense / self.layout.copies + expert / self.layout.expert_copies
 
     def _attention(self) -> float:
+        """Return the bytes per token that attention saves."""
         s, c = self.core, self.compute_bytes
         head_norms = (4 + c) * (s.query_width + s.key_width) if s.head_norms else 0
         return (c * (2 * s.query_width + 2 * s.key_width) + 4 * s.heads + head_norms) / self.layout.tp
 
     def _mlp(self, layer: int) -> float:
+        """Return the bytes per token that the MLP of a layer, or its experts, save."""
         s, c, n = self.core, self.compute_bytes, self.layout
         if not s.is_sparse(layer):
             return 4 * c * s.ffn / n.tp
@@ -185,7 +196,8 @@ class MegatronModelMemory:
         return (routed + 4 * s.experts) / n.token_ranks + 4 * c * s.shared_ffn / n.tp
 
     def _saved(self, layers: Sequence[int]) -> tuple[float, float]:
-        """Bytes per token that a chunk of layers saves, and that are recomputed at the same time."""
+        """Return the bytes per token that a chunk of layers saves, and those that exist at the same time while it is
+        recomputed."""
         settings = self.recompute or {}
         granularity, count = settings.get("recompute_granularity"), settings.get("recompute_num_layers") or 1
         sizes = [self.layer_activations(layer) for layer in layers]
@@ -235,4 +247,5 @@ class MegatronModelMemory:
 
 
 def _sent(size: int, data: float) -> float:
+    """Return the part of `data` that each of `size` ranks sends in a collective."""
     return data * (size - 1) / size

@@ -9,7 +9,7 @@ GB = 2**30
 # The columns of the tables, in order.
 DEVICE_PARTS = ("weights", "optimizer", "gradients", "gathered", "activations", "head", "rollout", "judge", "context")
 HOST_PARTS = ("processes", "models", "offloaded", "snapshot", "copies", "files", "batches")
-# The role that computes in a phase, in the order of a step.
+# The role that computes in each phase; phases in the order of a step.
 ROLE_OF_PHASE = {
     "gen": "rollout",
     "reward": "reward_model",
@@ -55,12 +55,12 @@ class PhaseMemory:
 
     @property
     def total(self) -> float:
-        """On a device including its context and fragmentation."""
+        """Bytes of tensors and, on a device, of its context and of fragmentation."""
         return self.allocated if self.on_host else self.parts["context"] + self.allocated * (1 + _FRAGMENTATION)
 
     @property
     def shown_parts(self) -> list[str]:
-        """Parts that are not 0 in a table."""
+        """Parts that are not 0 when they are rounded to two decimals in GB."""
         return [name for name, size in self.parts.items() if size >= 0.005 * GB]
 
     @property
@@ -94,11 +94,11 @@ class MemoryPlan:
 
     phases: tuple[PhaseMemory, ...]
     device: DeviceMemory | None
-    no_snapshot: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of host memory that are missing for a snapshot of checkpoints, by config block; 0 if it fits."""
+    snapshot_shortfall: Mapping[str, float] = field(default_factory=dict)
+    """Bytes of host memory that are missing for a snapshot (copy) of the checkpoint, by config block; 0 if it fits."""
     installed: int | None = None
     """Total bytes of host memory; None: unknown."""
-    used: int = 0
+    used_by_others: int = 0
     """Bytes of host memory in use by other processes."""
     checkpoint: Mapping[str, float] = field(default_factory=dict)
     """Bytes of the files of one checkpoint, by config block."""
@@ -106,11 +106,12 @@ class MemoryPlan:
 
     @property
     def worst_phase(self) -> PhaseMemory:
-        """The phase with the largest excess; if all fit, the largest device phase."""
+        """The phase with the largest excess; if all fit, the largest phase of a device."""
         return max(self.phases, key=lambda phase: (phase.excess, not phase.on_host, phase.total))
 
     @property
     def excess(self) -> float:
+        """Sum of the bytes by which phases exceed their capacity."""
         return sum(phase.excess for phase in self.phases)
 
     def limited_by_host(self, phase: PhaseMemory) -> bool:
@@ -121,9 +122,11 @@ class MemoryPlan:
         """Whether a phase would fit if other processes used no host memory."""
         if phase.capacity is None or self.installed is None or not self.limited_by_host(phase):
             return False
-        return phase.total * max(0, self.installed - self.used) <= phase.capacity * self.installed
+        # The capacity is a fraction of the memory that other processes leave.
+        return phase.total * max(0, self.installed - self.used_by_others) <= phase.capacity * self.installed
 
     def phase(self, name: str) -> PhaseMemory:
+        """Return the phase of this name."""
         return next(phase for phase in self.phases if phase.phase == name)
 
     def summary(self) -> str:
@@ -147,7 +150,9 @@ class MemoryPlan:
             available = "" if host[0].capacity is None else f" of {host[0].capacity / GB:.1f} available"
             tables.append(f"Host memory: GB per node{available}")
             if self.installed is not None:
-                tables[-1] += f" ({self.installed / GB:.1f} installed, {self.used / GB:.1f} used by other processes)"
+                tables[-1] += (
+                    f" ({self.installed / GB:.1f} installed, {self.used_by_others / GB:.1f} used by other processes)"
+                )
             tables += _table(host, HOST_PARTS)
         return "\n".join(tables)
 

@@ -31,7 +31,7 @@ from verl.config.schema import get_path
 from verl.config.sft import SFTConfig
 from verl.config.supervised import SupervisedConfig
 from verl.planning.engines import (
-    BYTES,
+    DTYPE_BYTES,
     EngineFootprint,
     RewardServerMemory,
     engine_footprint,
@@ -234,7 +234,7 @@ def _model(
             core=shape.core,
             layout=MegatronLayout.from_config(megatron, world),
             kind=kind,
-            compute_bytes=BYTES[megatron.dtype],
+            compute_bytes=DTYPE_BYTES[megatron.dtype],
             frozen=not trains,
             recompute=megatron.recompute(trains and model["enable_gradient_checkpointing"]),
             grad_offload=bool(megatron.grad_offload),
@@ -245,15 +245,15 @@ def _model(
     return FSDPModelMemory(
         shape=shape,
         kind=kind,
-        compute_bytes=BYTES[fsdp.mixed_precision],
+        compute_bytes=DTYPE_BYTES[fsdp.mixed_precision],
         shards=world if fsdp.fsdp_size in (-1, 0, None) else min(fsdp.fsdp_size, world),
         frozen=not trains,
         checkpointing=trains and model["enable_gradient_checkpointing"],
         compiled=trains and block["use_torch_compile"] and device == "cuda",
         reshard=fsdp.reshard_after_forward,
-        state_bytes=BYTES[block["optim"].state_dtype] if trains else 4,
+        state_bytes=DTYPE_BYTES[block["optim"].state_dtype] if trains else 4,
         grad_offload=trains and bool(fsdp.grad_offload),
-        copied_keys=MAX_GATHERED_KEYS if copies_keys else 1.0,
+        saved_keys_per_token=MAX_GATHERED_KEYS if copies_keys else 1.0,
         device=device,
     )
 

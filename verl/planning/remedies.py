@@ -14,7 +14,7 @@ from verl.planning.phases import ROLE_OF_PHASE
 _POLICY, _CRITIC, _REWARD = "actor_rollout_ref", "critic", "reward_model"
 _TEACHER = "distillation.teacher"
 _ACTOR, _REF, _ROLLOUT = f"{_POLICY}.actor", f"{_POLICY}.ref", f"{_POLICY}.rollout"
-_BLOCKS = {
+_BLOCK_OF_ROLE = {
     "actor": _ACTOR,
     "ref": _REF,
     "rollout": _ROLLOUT,
@@ -24,7 +24,7 @@ _BLOCKS = {
 }
 UNKNOWN: Any = object()
 """The value of a key that the configuration does not have."""
-# Parts of key names, and the cost of changing these keys.
+# (part of a key's name, cost of changing the key); the first match is used.
 _COSTS = (
     ("micro_batch_size", "smaller micro-batches"),
     ("max_token_len", "smaller micro-batches"),
@@ -39,14 +39,14 @@ _COSTS = (
     ("save_contents", "no Hugging Face model in the checkpoint"),
     ("snapshot", "training waits while a checkpoint is written"),
 )
-# Keys that select where state is kept and for how long: no bit of the results changes.
-_PLACEMENT = (
+# Keys that select where state is kept and for how long. Results stay bit-identical.
+_PLACEMENT_KEYS = (
     *("reshard_after_forward", "param_offload", "optimizer_offload", "grad_offload"),
     *("gpu_memory_utilization", "free_cache_engine", "free_weights"),
 )
-# Keys of a role that only the fsdp engine reads.
+# Keys outside fsdp_config that only the fsdp engine reads.
 _FSDP_ONLY = ("ulysses_sequence_parallel_size", "optim.state_dtype")
-# With a smaller share, weights and a few sequences do not fit.
+# Smallest gpu_memory_utilization: below it, weights and a few sequences do not fit.
 _MIN_UTILIZATION = 0.1
 
 
@@ -61,7 +61,10 @@ class Remedy:
     """(key, value): the remedy applies only if another key has this value."""
 
     def values(self, now: Any, lowest: int = 1, highest: int = 1 << 30) -> Iterator[Any]:
-        """Yield the values to try after `now`, mildest first; none if it cannot be changed further."""
+        """Yield the values to try after the current value `now`, the smallest change first; none if there is none.
+
+        `lowest`, `highest`: bounds of `halve` and `double`.
+        """
         if self.action in ("on", "off") and bool(now) != (self.action == "on"):
             yield self.action == "on"
         if self.action == "bf16" and now != "bf16":
@@ -81,7 +84,7 @@ class Remedy:
     @property
     def role(self) -> str | None:
         """The role that the key belongs to; None: the whole run."""
-        return next((role for role, block in _BLOCKS.items() if self.key.startswith(f"{block}.")), None)
+        return next((role for role, block in _BLOCK_OF_ROLE.items() if self.key.startswith(f"{block}.")), None)
 
     @property
     def cost(self) -> str:
@@ -94,10 +97,11 @@ class Remedy:
     @property
     def places_state(self) -> bool:
         """Whether the change selects only where state is kept, or for how long."""
-        return self.key.endswith(_PLACEMENT)
+        return self.key.endswith(_PLACEMENT_KEYS)
 
     @property
     def changes_training(self) -> bool:
+        """Whether the change affects results beyond rounding: it shortens sequences."""
         return self.key.startswith("data.") and self.key.endswith("_length")
 
     def describe(self, now: Any) -> str:
@@ -148,10 +152,10 @@ def is_read_by_engine(remedy: Remedy, value_of: Callable[[str], Any]) -> bool:
         return True
     if remedy.role == _REWARD and _is_reward_model_served(value_of):
         return False  # a served reward model has no training engine
-    row = TRAINING_ENGINES.get(value_of(f"{_BLOCKS[remedy.role]}.strategy"), TRAINING_ENGINES["fsdp2"])
-    others = {other.block for other in TRAINING_ENGINES.values()} - {row.block}
+    engine = TRAINING_ENGINES.get(value_of(f"{_BLOCK_OF_ROLE[remedy.role]}.strategy"), TRAINING_ENGINES["fsdp2"])
+    other_blocks = {other.block for other in TRAINING_ENGINES.values()} - {engine.block}
     key = remedy.key
-    return not others & set(key.split(".")) and (row.block == "fsdp_config" or not key.endswith(_FSDP_ONLY))
+    return not other_blocks & set(key.split(".")) and (engine.block == "fsdp_config" or not key.endswith(_FSDP_ONLY))
 
 
 def _is_reward_model_served(value_of: Callable[[str], Any]) -> bool:
@@ -165,7 +169,10 @@ def _for_all_engines(block: str, name: str, action: str) -> list[Remedy]:
 
 
 def _smaller_batches(block: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz") -> list[Remedy]:
-    """Return remedies with fewer samples or tokens per micro-batch, which do not change results."""
+    """Return remedies with fewer samples or tokens per micro-batch, which do not change results.
+
+    `size`, `tokens`: names of the keys with the samples and with the token budget. `dynamic`: selects between them.
+    """
     return [
         Remedy(f"{block}.{tokens}", "halve", (f"{block}.{dynamic}", True)),
         Remedy(f"{block}.{size}", "halve", (f"{block}.{dynamic}", False)),
@@ -173,18 +180,21 @@ def _smaller_batches(block: str, size: str, tokens: str, dynamic: str = "use_dyn
 
 
 def _offload_others(own: str, updating: bool = False) -> list[Remedy]:
-    """Return remedies that offload optimizer states (not the role's own in its update) and weights of other roles."""
+    """Return remedies that offload optimizer states, and weights and gradients of other roles than that of block `own`.
+
+    `updating`: the role needs its own optimizer state in this phase.
+    """
     moments = [(block, "optimizer_offload") for block in (_ACTOR, _CRITIC) if not updating or block != own]
     weights = [(block, "param_offload") for block in (_REF, _CRITIC, _REWARD, _ACTOR, _TEACHER) if block != own]
-    # The fsdp engine has no gradients between phases.
-    buffers = [Remedy(f"{block}.megatron_config.grad_offload", "on") for block, _ in moments]
+    # Only for megatron: the fsdp engine has no gradients between phases.
+    gradients = [Remedy(f"{block}.megatron_config.grad_offload", "on") for block, _ in moments]
     offloads = (_for_all_engines(block, name, "on") for block, name in (*moments, *weights))
-    return [*buffers, *itertools.chain.from_iterable(offloads)]
+    return [*gradients, *itertools.chain.from_iterable(offloads)]
 
 
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 _LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
-# Generation that overlaps training (async) keeps its KV cache, which may be smaller.
+# Generation that overlaps training (async) cannot free its KV cache; a smaller one is possible.
 _RELEASE_KV = [
     Remedy(f"{_ROLLOUT}.free_cache_engine", "on", ("trainer.mode", "sync")),
     Remedy(f"{_ROLLOUT}.gpu_memory_utilization", "lower", (f"{_ROLLOUT}.free_cache_engine", False)),
@@ -202,11 +212,12 @@ _NO_SNAPSHOT = [Remedy(f"{block}.checkpoint.snapshot", "off") for block in (_CRI
 _SHORTER_SEQUENCES = [Remedy("data.max_response_length", "halve"), Remedy("data.max_prompt_length", "halve")]
 
 
-def _inference_remedies(role: str, micro_batches: list[Remedy]) -> tuple[Remedy, ...]:
+def _inference_remedies(block: str, micro_batches: list[Remedy]) -> tuple[Remedy, ...]:
     """Return the remedies of a pass without gradient."""
-    ulysses = Remedy(f"{role}.ulysses_sequence_parallel_size", "double")
-    release = _RELEASE_KV if role == _REWARD else _RELEASE_ENGINE  # responses are scored while more may be generated
-    return (*micro_batches, *release, ulysses, *_model_parallelism(role), *_offload_others(role), *_SHORTER_SEQUENCES)
+    ulysses = Remedy(f"{block}.ulysses_sequence_parallel_size", "double")
+    # Responses are scored while others are still generated, for which the engine needs its weights.
+    release = _RELEASE_KV if block == _REWARD else _RELEASE_ENGINE
+    return (*micro_batches, *release, ulysses, *_model_parallelism(block), *_offload_others(block), *_SHORTER_SEQUENCES)
 
 
 def _model_parallelism(block: str) -> list[Remedy]:
@@ -215,6 +226,7 @@ def _model_parallelism(block: str) -> list[Remedy]:
 
 
 def _update_remedies(block: str, model: str) -> tuple[Remedy, ...]:
+    """Return the remedies of an optimizer step; `model`: the block of the model's keys."""
     return (
         *_smaller_batches(block, *_UPDATE),
         Remedy(f"{model}.enable_gradient_checkpointing", "on"),

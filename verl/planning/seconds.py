@@ -25,7 +25,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.schema import get_path
 from verl.config.supervised import SupervisedConfig
 from verl.planning.catalog import GPU, MEASURED_GPU, MEASURED_GPU_RATES, Rates, known_shape
-from verl.planning.engines import BYTES, engine_footprint
+from verl.planning.engines import DTYPE_BYTES, engine_footprint
 from verl.planning.host import ModelMemory
 from verl.planning.megatron import MegatronModelMemory
 from verl.planning.phases import ROLE_OF_PHASE, MemoryPlan
@@ -332,7 +332,7 @@ def _generation_seconds(
 ) -> float:
     """Return the seconds of the generation of a batch; the longest response has the maximum length."""
     rollout = config.actor_rollout_ref.rollout
-    layout, size, ranks = layout_of(config, "rollout"), BYTES[rollout.dtype], rollout.tensor_model_parallel_size
+    layout, size, ranks = layout_of(config, "rollout"), DTYPE_BYTES[rollout.dtype], rollout.tensor_model_parallel_size
     prompts = config.data.train_batch_size / layout.dp_size
     responses = prompts * rollout.n
     parts = engine_footprint(rollout, shape, rollout.max_num_seqs, True, plan.device)

@@ -32,10 +32,11 @@ class ModelShape:
     """MLP width per token; the sum over its experts in a mixture of experts."""
     vocab: int
     tied: bool
+    """Whether the head shares the weight of the embedding."""
     layer_parameters: int
     """Parameters of all layers."""
     root_parameters: int
-    """Parameters outside the layers (embeddings, head), which are gathered during a whole pass."""
+    """Parameters outside the layers (embeddings, head), which stay gathered during a whole pass."""
     largest_parameters: int
     """Parameters of the largest tensor: an embedding, or all experts of a layer."""
     adapter_parameters: int | None = None
@@ -52,7 +53,7 @@ class ModelShape:
     positions: int | None = None
     """Maximum sequence length; None: unknown."""
     sharing_obstacle: str | None = None
-    """Why the fsdp engine does not share prefixes on a GPU; None: it does."""
+    """Why the fsdp engine cannot share prefixes of a micro-batch on a GPU; None: it can."""
 
     @property
     def parameters(self) -> int:
@@ -127,6 +128,7 @@ class ModelShape:
 
 
 def _core_shape(config: Any) -> CoreShape | None:
+    """Return the shape for the megatron engine; None if the engine does not support the model."""
     try:
         return CoreShape.from_architecture(CoreArchitecture.from_config(config))
     except ValueError:  # `planning.check` reports the cause if the run uses the megatron engine
@@ -151,22 +153,26 @@ class CoreShape:
     attention: int
     """Attention parameters of a layer, which are divided over tensor-parallel ranks."""
     replicated: int
-    """Parameters of a layer that every tensor-parallel rank has: norms."""
+    """Parameters of a layer that every tensor-parallel rank has: norms and the bias of the output projection."""
     head_norms: bool = False
     sparse: tuple[bool, ...] = ()
     """Whether each layer has experts; empty: none has."""
     experts: int = 0
+    """Experts per layer."""
     per_token: int = 0
+    """Experts that each token is sent to."""
     expert_ffn: int = 0
+    """MLP width of one expert."""
     shared_ffn: int = 0
+    """MLP width of the shared expert; 0: none."""
 
     @classmethod
     def from_architecture(cls, arch: CoreArchitecture) -> CoreShape:
         query, key = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-        rows = query + 2 * key
-        bias = rows if arch.qkv_bias else 0
-        output = arch.hidden if arch.linear_bias else 0
-        sparse = arch.experts
+        qkv_rows = query + 2 * key
+        bias = qkv_rows if arch.qkv_bias else 0
+        output_bias = arch.hidden if arch.linear_bias else 0
+        experts = arch.experts
         return cls(
             layers=arch.layers,
             hidden=arch.hidden,
@@ -176,14 +182,14 @@ class CoreShape:
             ffn=arch.ffn,
             vocab=arch.vocab,
             tied=arch.tied,
-            attention=(rows + query) * arch.hidden + bias,
-            replicated=2 * arch.hidden + output + (2 * arch.head_dim if arch.qk_norm else 0),
+            attention=(qkv_rows + query) * arch.hidden + bias,
+            replicated=2 * arch.hidden + output_bias + (2 * arch.head_dim if arch.qk_norm else 0),
             head_norms=arch.qk_norm,
-            sparse=sparse.layers if sparse else (),
-            experts=sparse.count if sparse else 0,
-            per_token=sparse.per_token if sparse else 0,
-            expert_ffn=sparse.ffn if sparse else 0,
-            shared_ffn=sparse.shared_ffn if sparse else 0,
+            sparse=experts.layers if experts else (),
+            experts=experts.count if experts else 0,
+            per_token=experts.per_token if experts else 0,
+            expert_ffn=experts.ffn if experts else 0,
+            shared_ffn=experts.shared_ffn if experts else 0,
         )
 
     def is_sparse(self, layer: int) -> bool:
@@ -197,7 +203,7 @@ class CoreShape:
         return int(layers) + (1 if self.tied else 2) * self.vocab * self.hidden + self.hidden
 
     def layer_parameters(self, layer: int, layout: MegatronLayout) -> tuple[float, float]:
-        """Parameters of a layer on one rank: outside the experts, and of its experts."""
+        """Return the parameters of a layer on one rank: outside the experts, and of its experts."""
         dense = self.attention / layout.tp + self.replicated
         if not self.is_sparse(layer):
             return dense + 3 * self.hidden * self.ffn / layout.tp, 0.0
@@ -214,6 +220,7 @@ class MegatronLayout:
     tp: int = 1
     pp: int = 1
     vpp: int = 1
+    """Chunks of layers per pipeline stage (interleaved schedule)."""
     cp: int = 1
     ep: int = 1
     etp: int = 1
@@ -222,6 +229,7 @@ class MegatronLayout:
     first: int | None = None
     """Layers of the first pipeline stage; None: as many as the others."""
     last: int | None = None
+    """Layers of the last pipeline stage; None: as many as the others."""
     embedding_counts: bool = False
     """Whether the embedding counts as a layer of the first stage."""
     loss_counts: bool = False
@@ -258,15 +266,16 @@ class MegatronLayout:
 
     @property
     def expert_copies(self) -> int:
+        """Number of ranks with the same experts."""
         return max(1, self.world // (self.etp * self.ep * self.pp))
 
     @property
     def token_ranks(self) -> int:
-        """Number of ranks that divide the tokens between layers, in addition to context parallelism."""
+        """Number of ranks over which the tokens between layers are divided, in addition to context parallelism."""
         return self.tp if self.sequence_parallel else 1
 
     def stages(self, layers: int) -> list[list[range]]:
-        """Layers of each stage and chunk: `[stage][chunk]`."""
+        """Return the layers of each stage and chunk: `[stage][chunk]`."""
         return stage_layers(
             layers,
             self.pp,
@@ -278,8 +287,11 @@ class MegatronLayout:
         )
 
     def in_flight(self, stage: int, micro_batches: int) -> float:
-        """Maximum number of micro-batches whose activations a stage holds (1F1B; with chunks a fraction, Narayanan et
-        al., arXiv 2104.04473)."""
+        """Return the maximum number of micro-batches whose activations a stage holds, by the 1F1B schedule.
+
+        With several chunks per stage it is a fraction, because micro-batches may be in only some of them (Narayanan et
+        al., arXiv 2104.04473).
+        """
         if self.vpp == 1:
             return min(micro_batches, self.pp - stage)
         warm_up = 2 * (self.pp - stage - 1) + (self.vpp - 1) * self.pp + 1

@@ -125,9 +125,9 @@ def test_attention_over_shared_prefixes_saves_copies_of_keys_and_values():
 
 def test_inference_copies_keys_that_may_exceed_the_tensors_of_the_mlp():
     many_keys = replace(SHAPE, kv_heads=SHAPE.heads, intermediate=SHAPE.hidden)
-    plain, shared = (FSDPModelMemory(many_keys, copied_keys=copies) for copies in (1.0, MAX_GATHERED_KEYS))
+    plain, shared = (FSDPModelMemory(many_keys, saved_keys_per_token=copies) for copies in (1.0, MAX_GATHERED_KEYS))
     assert shared.inference_activations() >= plain.inference_activations() + 2 * 2 * 2 * SHAPE.query_width
-    few_keys = [FSDPModelMemory(SHAPE, copied_keys=copies).inference_activations() for copies in (1.0, 5.0)]
+    few_keys = [FSDPModelMemory(SHAPE, saved_keys_per_token=copies).inference_activations() for copies in (1.0, 5.0)]
     assert few_keys[0] == few_keys[1], "with grouped queries the MLP is larger"
 
 

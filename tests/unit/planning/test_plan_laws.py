@@ -308,7 +308,7 @@ def test_copies_of_checkpoints_are_made_where_the_host_has_room_the_actors_first
     """At 1.5B a copy takes 17 GB, and everything else 8."""
     plan = plan_of(load(), "1.5b", host=HostMemory(room * GB) if room else None)
     assert not plan.excess
-    assert [round(size / GB) for size in plan.no_snapshot.values()] == list(missing)
+    assert [round(size / GB) for size in plan.snapshot_shortfall.values()] == list(missing)
 
 
 def test_a_requested_snapshot_is_made_or_rejected():
