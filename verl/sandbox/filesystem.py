@@ -45,12 +45,10 @@ def readable_paths(extra: Iterable[str], temporary: str) -> list[str]:
     candidates = [*_SYSTEM, *_SETTINGS, *python, *(os.path.dirname(os.path.dirname(tool)) for tool in tools), *extra]
     # Never whole home or temporary folders, even if an interpreter is installed directly in one of them.
     excluded = {"/", os.path.expanduser("~"), "/root", "/home", "/tmp", os.path.abspath(temporary)}
-    paths: list[str] = []
-    for path in map(os.path.abspath, candidates):
-        covered = any(path == other or path.startswith(other + "/") for other in paths)
-        if os.path.lexists(path) and path not in excluded and not covered:
-            paths.append(path)
-    return paths
+    paths = [path for path in dict.fromkeys(map(os.path.abspath, candidates)) if os.path.lexists(path)]
+    paths = [path for path in paths if path not in excluded]
+    # Without paths inside others: both could not be mounted.
+    return [path for path in paths if not any(path.startswith(f"{other}/") for other in paths)]
 
 
 def devices(has_cgroup: bool) -> tuple[str, ...]:
