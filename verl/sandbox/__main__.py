@@ -23,7 +23,7 @@ def describe_host() -> str:
         lines.append(f"sandbox.require={level}: {'yes' if met else 'no'}")
     languages: dict[str, str] = {}  # by file name: several names stand for one language
     for name, language in LANGUAGES.items():
-        languages.setdefault(language.file, f"{name}: {'no ' + tool if (tool := language.missing()) else 'yes'}")
+        languages.setdefault(language.file, f"{name}: {'no ' + tool if (tool := language.missing_tool()) else 'yes'}")
     return "\n".join([*lines, *languages.values(), ""])
 
 

@@ -15,7 +15,9 @@ from verl.sandbox import linux
 
 USER = 1000  # id of the program's user inside its namespace
 WORK = "/tmp/work"
+# Folders of installed programs and libraries.
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+# Files that loaders and libraries read at start.
 _SETTINGS = (
     "/etc/alternatives",
     "/etc/ld.so.cache",
@@ -27,7 +29,7 @@ _SETTINGS = (
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ZERO = "/dev/zero"
 DEFAULT_FILE_MB = 64
-MAX_FILES = 16384  # in the private folders; each takes a kilobyte of kernel memory
+MAX_FILES = 16384  # in /tmp and /dev/shm of a run; each takes a kilobyte of kernel memory
 _GENERATED_FILES = {
     "/etc/passwd": f"sandbox:x:{USER}:{USER}::{WORK}:/bin/sh\n",
     "/etc/group": f"sandbox:x:{USER}:\n",
@@ -37,7 +39,8 @@ _GENERATED_FILES = {
 
 
 def readable_paths(extra: Iterable[str], temporary: str) -> list[str]:
-    """Paths that every program may read and execute: the system's programs, this Python with its packages, `extra`."""
+    """Return the paths that every program may read and execute: the system's programs, this Python with its packages,
+    and `extra`. `temporary`: the folder of all runs, of which a program may see only its own part."""
     tools = [os.path.realpath(path) for name in ("node", "g++", "bash") if (path := shutil.which(name))]
     python = [sys.prefix, sys.base_prefix, sys.exec_prefix, *site.getsitepackages()]
     python += [os.path.realpath(path) for path in python]  # an environment may be a symlink
@@ -52,7 +55,7 @@ def readable_paths(extra: Iterable[str], temporary: str) -> list[str]:
 
 
 def devices(has_cgroup: bool) -> tuple[str, ...]:
-    """Return the devices of a program. `has_cgroup`: a cgroup counts its memory.
+    """Return the device files of a program. `has_cgroup`: whether a cgroup counts its memory.
 
     Without a cgroup, /dev/zero is left out: a mapping of it is shared memory that is not counted.
     """
@@ -60,7 +63,7 @@ def devices(has_cgroup: bool) -> tuple[str, ...]:
 
 
 def enter_new_root(paths: Sequence[str], has_cgroup: bool) -> None:
-    """Move this process, which has its own mount namespace, into a new root that contains only `paths`."""
+    """Move this process, which has its own mount namespace, into a read-only root with `paths`, devices and /proc."""
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     # Opened before the new root is mounted over /tmp, where a Python environment may be.
     opened = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in (*paths, *devices(has_cgroup), "/proc")}
@@ -81,7 +84,7 @@ def enter_new_root(paths: Sequence[str], has_cgroup: bool) -> None:
             else:
                 os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
             linux.mount(f"/proc/self/fd/{descriptor}", target, None, linux.MS_BIND | linux.MS_REC)
-            if path not in DEVICES and path != "/proc":
+            if path not in DEVICES and path != "/proc":  # devices stay writable; /proc is mounted again by the init
                 linux.protect_mount(target)
         os.close(descriptor)
     for folder in ("tmp", "dev/shm", "etc"):
@@ -97,13 +100,16 @@ def enter_new_root(paths: Sequence[str], has_cgroup: bool) -> None:
 
 
 def mount_private_folders(paths: Sequence[str]) -> None:
-    """Mount a new /tmp and /dev/shm, in memory, for one run: in its mount namespace, after `enter_new_root`."""
-    covered = {path: os.open(path, os.O_PATH) for path in paths if path.startswith("/tmp/")}
-    linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _size(DEFAULT_FILE_MB))
-    os.mkdir("/tmp/.shm", 0o700)
+    """Mount a new /tmp and /dev/shm, in memory, for one run: in its mount namespace, after `enter_new_root`.
+
+    Those of `paths` that are in /tmp are mounted again in the new one.
+    """
+    hidden = {path: os.open(path, os.O_PATH) for path in paths if path.startswith("/tmp/")}
+    linux.mount("sandbox", "/tmp", "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, _tmpfs_options(DEFAULT_FILE_MB))
+    os.mkdir("/tmp/.shm", 0o700)  # one file system for both folders, so that they share one size limit
     os.mkdir(WORK, 0o700)
     linux.mount("/tmp/.shm", "/dev/shm", None, linux.MS_BIND)
-    for path, descriptor in covered.items():
+    for path, descriptor in hidden.items():
         if os.path.isdir(f"/proc/self/fd/{descriptor}"):
             os.makedirs(path)
         else:
@@ -114,11 +120,12 @@ def mount_private_folders(paths: Sequence[str]) -> None:
 
 
 def resize_private_folders(file_mb: int) -> None:
-    linux.mount("sandbox", "/tmp", None, linux.MS_REMOUNT | linux.MS_NOSUID | linux.MS_NODEV, _size(file_mb))
+    """Set the total size of the files in /tmp and /dev/shm of a run."""
+    linux.mount("sandbox", "/tmp", None, linux.MS_REMOUNT | linux.MS_NOSUID | linux.MS_NODEV, _tmpfs_options(file_mb))
 
 
 def mount_proc() -> None:
-    """Mount /proc with the processes of this namespace; an empty one if the host does not allow that."""
+    """Mount /proc with the processes of this namespace; an empty folder if the host does not allow that."""
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC | linux.MS_RDONLY
     try:
         linux.mount("proc", "/proc", "proc", flags)
@@ -126,5 +133,5 @@ def mount_proc() -> None:
         linux.mount("none", "/proc", "tmpfs", flags, "size=4k")
 
 
-def _size(file_mb: int) -> str:
+def _tmpfs_options(file_mb: int) -> str:
     return f"mode=1777,size={file_mb}m,nr_inodes={MAX_FILES}"

@@ -27,8 +27,9 @@ from verl.sandbox import filesystem, linux, seccomp, streams
 from verl.sandbox.cgroup import RunCgroup
 from verl.utils import process_tree
 
+# Reports of a cell.
 FINISHED, ERROR, MEMORY = b"F", b"E", b"M"
-_MAX_PENDING_SIGNALS = 4096  # and timers
+_MAX_PENDING_SIGNALS = 4096  # queued signals and POSIX timers
 _ADDRESS_SPACE = 64 << 30  # at most 128 MB of page tables, unless it is used sparsely
 
 
@@ -38,12 +39,18 @@ class Confinement:
 
     namespaces: bool
     landlock: int
+    """ABI of Landlock; 0: not used."""
     seccomp: bool
     own_user: bool
+    """Whether each run has a user that no other process has."""
     paths: tuple[str, ...]
+    """Paths that a program may read (`filesystem.readable_paths`)."""
     folder: str = filesystem.WORK
-    has_cgroup: bool = False  # a cgroup counts memory and processes
-    capability: int | None = None  # to read an interpreter that only root may read; Landlock restricts the rest
+    """The program's working directory."""
+    has_cgroup: bool = False
+    """Whether a cgroup counts memory and processes."""
+    capability: int | None = None
+    """A capability that programs keep, to read an interpreter that only root may read; Landlock restricts its use."""
 
     @property
     def tmp(self) -> str:
@@ -82,15 +89,16 @@ def run_and_exit(main: Callable[[], int | None]) -> NoReturn:
     try:
         status = main() or 0
     except BaseException:  # noqa: BLE001 - the process ends here; the reason is on the stderr of the sandbox
-        import traceback
-
         traceback.print_exc()
     finally:
         os._exit(status)
 
 
 def run_init(link: socket.socket, confinement: Confinement, cgroup: RunCgroup | None = None) -> int:
-    """Run one program process per job of `link`, kill what it leaves behind, and report its exit code."""
+    """Run one program process per job that arrives over `link`; kill its descendants and send its exit code.
+
+    If programs cannot be isolated, send the reason as `refused` instead.
+    """
     linux.die_with_parent()
     if cgroup is not None:
         cgroup.enter()
@@ -120,14 +128,14 @@ def run_init(link: socket.socket, confinement: Confinement, cgroup: RunCgroup | 
 
 
 def _start_program(link: socket.socket, confinement: Confinement) -> int:
-    """Fork a process that waits, isolated, for its job; OSError with its message if it could not be isolated."""
+    """Fork a process that isolates itself and waits for its job; return its pid. OSError: it could not be isolated."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
 
         def run_program() -> int:
             try:
-                main = _prepare(confinement)
+                main = _isolate(confinement)
             except OSError as error:
                 os.write(writing, (str(error) or repr(error)).encode())
                 return 1
@@ -163,21 +171,22 @@ def kill_descendants() -> None:
 # -- program -----------------------------------------------------------------------------------------------------
 
 
-def _prepare(confinement: Confinement) -> types.ModuleType:
-    """Do everything that does not depend on the job; return an empty `__main__`. OSError: isolation failed."""
-    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # now, because the program may not change it: the supervisor reads its /proc
-    _warm_up()  # before seccomp forbids to send descriptors
+def _isolate(confinement: Confinement) -> types.ModuleType:
+    """Isolate this process and do everything else that does not depend on the job; return an empty `__main__`. OSError:
+    isolation failed."""
+    linux.prctl(linux.PR_SET_DUMPABLE, 1)  # the supervisor reads its /proc; the filter forbids to change it later
+    _warm_up()  # before seccomp forbids sending descriptors
     confinement.apply()
     os.chdir(confinement.folder)
     os.environ.update(HOME=confinement.folder, PWD=confinement.folder, TMPDIR=confinement.tmp)
-    tempfile.tempdir = None  # drop the cached folder of the sandbox's process
+    tempfile.tempdir = None  # cached by the parent process, which has another folder
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     return _fresh_main(confinement.folder)
 
 
 def _run_job(link: socket.socket, main: types.ModuleType) -> int:
-    """Wait for the one job that arrives over `link` and execute it; return its exit status."""
+    """Wait for one job over `link` and execute it; return its exit status."""
     initial_bytes = process_tree.data_bytes() or 64 << 20
     try:
         job, blobs, descriptors = streams.receive(link, 4)
@@ -188,7 +197,7 @@ def _run_job(link: socket.socket, main: types.ModuleType) -> int:
     try:
         _write_files(files)
     except OSError as error:
-        os.write(2, f"[sandbox] a file could not be placed: {error.strerror}\n".encode())
+        os.write(2, f"[sandbox] a file could not be written: {error.strerror}\n".encode())
         return 1
     _set_limits(job["limits"], initial_bytes)
     if job["start"]:
@@ -205,15 +214,15 @@ def _run_job(link: socket.socket, main: types.ModuleType) -> int:
 
 
 def _warm_up() -> None:
-    """Execute once what a job will execute: the memory pages that this writes are copied now, not during the job."""
+    """Execute once what a job executes, so that the memory pages that it writes are copied before the job starts."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         streams.send(ours, {"start": [], "limits": {"processes": 1}}, [b""], [ours.fileno()])
         for descriptor in streams.receive(theirs, 1)[2]:
             os.close(descriptor)
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        code = "import math\ndef f(x):\n    return [str(y) for y in range(x)]\nprint(f(9), math.pi, file=nowhere)"
-        exec(compile(code, "rehearsal", "exec"), {"nowhere": nowhere})
+    with open(os.devnull, "w", encoding="utf-8") as devnull:
+        code = "import math\ndef f(x):\n    return [str(y) for y in range(x)]\nprint(f(9), math.pi, file=devnull)"
+        exec(compile(code, "warm-up", "exec"), {"devnull": devnull})
 
 
 def _install_descriptors(received: list[int]) -> int:
@@ -236,15 +245,14 @@ def _write_files(files: dict[str, bytes]) -> None:
 
 
 def _set_limits(limits: dict[str, Any], initial_bytes: int) -> None:
-    """Set the resource limits. `initial_bytes`: memory of this process so far, which does not count."""
+    """Set the resource limits. `initial_bytes`: memory of this process before the job, which does not count."""
     _lower_limit(resource.RLIMIT_CORE, 0)
     _lower_limit(resource.RLIMIT_NOFILE, 256)
     _lower_limit(resource.RLIMIT_NPROC, limits["processes"])
     _lower_limit(resource.RLIMIT_FSIZE, limits["file_bytes"])
     if limits["cpu_s"] is not None:
-        _lower_limit(
-            resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1
-        )  # first SIGXCPU, which identifies the cause
+        # The soft limit sends SIGXCPU, by which the supervisor recognises the cause; the hard limit kills.
+        _lower_limit(resource.RLIMIT_CPU, limits["cpu_s"], limits["cpu_s"] + 1)
     _lower_limit(resource.RLIMIT_SIGPENDING, _MAX_PENDING_SIGNALS)
     _lower_limit(resource.RLIMIT_MSGQUEUE, 0)
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
@@ -265,6 +273,7 @@ def _lower_limit(which: int, soft: int, hard: int | None = None) -> None:
 
 
 def _exec(command: list[str]) -> int:
+    """Replace this process by `command`; return the exit status of a shell if that fails."""
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -274,7 +283,7 @@ def _exec(command: list[str]) -> int:
 
 
 def _fresh_main(folder: str) -> types.ModuleType:
-    """An empty `__main__`, as in a new interpreter; `sys.modules` has no module of this package."""
+    """Return an empty `__main__`, as in a new interpreter. Removes the modules of this package from `sys.modules`."""
     for name in [name for name in sys.modules if name == "verl" or name.startswith("verl.")]:
         del sys.modules[name]
     main = types.ModuleType("__main__")
@@ -285,6 +294,7 @@ def _fresh_main(folder: str) -> types.ModuleType:
 
 
 def _run_script(path: str, source: bytes, main: types.ModuleType) -> int:
+    """Execute a script as `python path` does; return its exit status."""
     sys.argv = [path]
     main.__dict__["__file__"] = path
     code = 1
@@ -314,6 +324,7 @@ def _finish(code: int) -> int:
 
 
 def _exit_code(error: SystemExit) -> int:
+    """Return the exit status of a SystemExit; a message goes to stderr, as in Python."""
     if error.code is None or isinstance(error.code, int):
         return (error.code or 0) & 0xFF
     with contextlib.suppress(OSError, ValueError):
@@ -323,16 +334,16 @@ def _exit_code(error: SystemExit) -> int:
 
 def _print_traceback(error: BaseException) -> None:
     """Write the traceback to stderr, without the frames of this module."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__:
-        frames = frames.tb_next
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_globals.get("__name__") == __name__:
+        frame = frame.tb_next
     with contextlib.suppress(OSError, ValueError, MemoryError):
-        sys.stderr.write("".join(traceback.format_exception(type(error), error, frames)))
+        sys.stderr.write("".join(traceback.format_exception(type(error), error, frame)))
         sys.stderr.flush()
 
 
 def _serve_cells(channel: int, main: types.ModuleType) -> int:
-    """Run cells until the supervisor closes the channel; report each with one byte."""
+    """Run cells until the supervisor closes the channel; report the end of each with one byte."""
     cells = socket.socket(fileno=channel)
     number = 0
     while True:

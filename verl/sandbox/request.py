@@ -15,7 +15,7 @@ _Path = Annotated[str, Field(max_length=4096)]
 
 
 class RunRequest(RequestModel):
-    """`POST /run_code`: one program to run. Fields of other versions of the API are ignored."""
+    """Body of `POST /run_code`: one program to run. Fields of other versions of the API are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -27,7 +27,7 @@ class RunRequest(RequestModel):
     run_timeout: Annotated[float, Field(gt=0)] = DEFAULT_SECONDS
     compile_timeout: Annotated[float, Field(gt=0)] = DEFAULT_SECONDS
     memory_limit_MB: int = -1
-    """-1: the server's default."""
+    """Memory limit; -1: the server's default."""
 
     @field_validator("files", mode="before")
     @classmethod
@@ -43,4 +43,5 @@ class RunRequest(RequestModel):
 
     @property
     def memory_mb(self) -> int | None:
+        """The memory limit; None: the server's default."""
         return None if self.memory_limit_MB == -1 else self.memory_limit_MB

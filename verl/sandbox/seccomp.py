@@ -59,18 +59,21 @@ _BY_ARGUMENTS: Mapping[str, tuple[int | None, int | None]] = {
     "pidfd_send_signal": (424, 424), "socketpair": (53, 199), "fcntl": (72, 25), "ioctl": (16, 29),
     "setsockopt": (54, 208), "sendmsg": (46, 211), "sendmmsg": (307, 269), "mmap": (9, 222), "close_range": (436, 436),
 }  # fmt: skip
-# Refused with ENOSYS, as on a kernel without them: programs that try these continue without.
+# Beginnings of the names of calls that are refused with ENOSYS, as on a kernel without them: programs have fallbacks.
 _NOT_IMPLEMENTED = ("memfd", "landlock", "seccomp", "inotify", "io_setup")
-# They affect other processes of the same user: one process (the first argument), or all of the user.
+# Calls that affect other processes of the same user: one process (the first argument), or all processes.
 _ON_ONE_PROCESS: Mapping[str, tuple[int | None, int | None]] = {
     "prlimit64": (302, 261), "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119),
     "sched_setparam": (142, 118), "sched_setattr": (314, 274),
 }  # fmt: skip
 _ON_MANY_PROCESSES: Mapping[str, tuple[int | None, int | None]] = {"setpriority": (141, 140), "ioprio_set": (251, 30)}
-# Changes that Landlock permits on every file of the user (truncate: before its ABI 3).
+# Changes that Landlock permits on every file of the user (truncate: before ABI 3).
 _MODES_AND_TIMES: Mapping[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "utime": (132, None),
     "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
+}  # fmt: skip
+_OWNERS_AND_SIZES: Mapping[str, tuple[int | None, int | None]] = {
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "truncate": (76, 45),
 }  # fmt: skip
 # Refused in every folder: access control lists of files in memory are kernel memory that no limit counts.
 _ATTRIBUTES: Mapping[str, tuple[int | None, int | None]] = {
@@ -78,10 +81,7 @@ _ATTRIBUTES: Mapping[str, tuple[int | None, int | None]] = {
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "removexattrat": (466, 466),
     "file_setattr": (469, 469),
 }  # fmt: skip
-_OWNERS_AND_SIZES: Mapping[str, tuple[int | None, int | None]] = {
-    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "truncate": (76, 45),
-}  # fmt: skip
-NUMBERS = {
+CALL_NUMBERS = {
     **_REFUSED, **_BY_ARGUMENTS, **_ON_ONE_PROCESS, **_ON_MANY_PROCESSES, **_MODES_AND_TIMES, **_ATTRIBUTES,
     **_OWNERS_AND_SIZES,
 }  # fmt: skip
@@ -89,9 +89,9 @@ _AUDIT_ARCH = (0xC000003E, 0xC00000B7)
 _X32 = 0x40000000
 _AF_UNIX, _AF_INET, _AF_INET6 = 1, 2, 10
 _DATAGRAMS = 2  # this bit is set in SOCK_DGRAM and SOCK_RAW, and in neither SOCK_STREAM nor SOCK_SEQPACKET
-# They make a descriptor send any signal to a process when it becomes readable.
+# Commands of fcntl that make a descriptor send any signal to a process when it becomes readable.
 _F_SETOWN, _F_SETOWN_EX = 8, 15
-# Buffers and locks that no process is charged for: larger pipes, locks of open files, folder notifications.
+# Commands of fcntl whose memory no process is charged for: larger pipes, locks of open files, folder notifications.
 _F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY = 1031, 37, 38, 1026
 _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _MAP_SHARED, _MAP_ANONYMOUS, _MAP_GROWSDOWN, _MAP_HUGETLB = 1, 0x20, 0x100, 0x40000
@@ -110,6 +110,7 @@ _SECCOMP_MODE_FILTER = 2
 _INSTRUCTION = struct.Struct("=HBBI")
 
 Instruction = tuple[int, int, int, int]
+"""(operation, instructions to skip if the comparison holds, and if it does not, constant): struct sock_filter."""
 
 
 def install_filter(
@@ -126,9 +127,9 @@ def build_filter(
     """Assemble the filter of a sandboxed program.
 
     Without namespaces, and so without its own network, the program may not create sockets (except connected pairs),
-    cannot outlive its parent or hide from the supervisor, and changes limits and priority of no other process.
-    `signal_target`: nothing else prevents signals to other processes of this user, so only this process (the program
-    itself) and its group may be signalled. `user_files`: the program runs as the owner of files outside its folder;
+    outlive its parent, hide from the supervisor, or change limits or priority of other processes.
+    `signal_target`: the pid of the program if nothing else prevents signals to other processes of its user; then it may
+    send signals only to itself and its group. `user_files`: the program runs as the owner of files outside its folder;
     changes of modes and times then have no effect and appear to succeed, because tools that copy files need that.
     `has_cgroup`: a cgroup counts its memory; otherwise memory that the supervisor cannot count is refused, too.
     """
@@ -138,26 +139,26 @@ def build_filter(
     rules.append(_refuse_bits("close_range", _CLOSE_RANGE_UNSHARE, argument=2))
     rules += [_refuse(name, errno.EOPNOTSUPP) for name in _ATTRIBUTES]  # as on file systems without
     rules.append(_allow_values("socket", [_AF_UNIX, _AF_INET, _AF_INET6] if namespaces else []))
-    controls = [_F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY]
+    fcntl_commands = [_F_SETPIPE_SZ, _F_OFD_SETLK, _F_OFD_SETLKW, _F_NOTIFY]
     rules.append(_ignore_send_buffer_size())
-    options = [PR_SET_SECCOMP, _PR_FUTEX_HASH]
+    prctl_options = [PR_SET_SECCOMP, _PR_FUTEX_HASH]
     if not namespaces:
-        options += [PR_SET_PDEATHSIG, PR_SET_DUMPABLE]
-    rules.append(_refuse_values("prctl", options))
+        prctl_options += [PR_SET_PDEATHSIG, PR_SET_DUMPABLE]
+    rules.append(_refuse_values("prctl", prctl_options))
     if not has_cgroup:
         rules.append(_refuse_uncounted_mappings())
     if not namespaces:
         # A deleted file that is in transit between two sockets appears in no folder and no process.
         rules += [_refuse("sendmsg"), _refuse("sendmmsg")]
-        rules.append(_only_stream_pairs())
+        rules.append(_refuse_datagram_pairs())
         rules += [_allow_values(name, [0]) for name in _ON_ONE_PROCESS]
         rules += [_refuse(name) for name in _ON_MANY_PROCESSES]
-        controls += [_F_SETOWN, _F_SETOWN_EX]
-        flags = [_FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR] if user_files else []
-        rules.append(_refuse_values("ioctl", [_FIOSETOWN, _SIOCSPGRP, *flags], argument=1))
-    rules.append(_refuse_values("fcntl", controls, argument=1))
+        fcntl_commands += [_F_SETOWN, _F_SETOWN_EX]
+        set_flags = [_FS_IOC_SETFLAGS, _FS_IOC32_SETFLAGS, _FS_IOC_FSSETXATTR] if user_files else []
+        rules.append(_refuse_values("ioctl", [_FIOSETOWN, _SIOCSPGRP, *set_flags], argument=1))
+    rules.append(_refuse_values("fcntl", fcntl_commands, argument=1))
     if user_files:
-        rules += [_refuse(name, 0) for name in _MODES_AND_TIMES]
+        rules += [_ignore(name) for name in _MODES_AND_TIMES]
         rules += [_refuse(name) for name in _OWNERS_AND_SIZES]
     if signal_target is not None:
         rules += [_allow_values("kill", [signal_target, 0, -signal_target]), _allow_values("tgkill", [signal_target])]
@@ -181,8 +182,13 @@ def simulate_missing(features: Iterable[str]) -> None:
 
 
 def _refuse(name: str, code: int = errno.EPERM) -> list[Instruction]:
-    """Fail with an errno; 0: do nothing and report success."""
+    """Fail with this errno."""
     return _for_call(name, [(_RETURN, 0, 0, _ERRNO | code)])
+
+
+def _ignore(name: str) -> list[Instruction]:
+    """Do nothing and report success."""
+    return _refuse(name, 0)
 
 
 def _refuse_bits(name: str, bits: int, argument: int = 0) -> list[Instruction]:
@@ -207,8 +213,8 @@ def _refuse_values(name: str, values: Sequence[int], argument: int = 0) -> list[
     return _for_call(name, [*body, _PASS, _EPERM])
 
 
-def _only_stream_pairs() -> list[Instruction]:
-    """Only Unix streams: a datagram socket can send to any socket that has an address."""
+def _refuse_datagram_pairs() -> list[Instruction]:
+    """Allow pairs of Unix streams only: a datagram socket can send to any socket that has an address."""
     domain: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT), (_EQUAL, 0, 2, _AF_UNIX)]
     kind: list[Instruction] = [(_LOAD, 0, 0, _FIRST_ARGUMENT + 8), (_ANY_BIT, 0, 1, _DATAGRAMS)]
     return _for_call("socketpair", [*domain, *kind, _EPERM, _PASS])
@@ -252,12 +258,13 @@ _PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def _for_call(name: str, body: list[Instruction]) -> list[Instruction]:
-    """Instructions that execute `body` for this system call only; none if the processor does not have the call."""
-    number = NUMBERS[name][ARCH]
+    """Return instructions that execute `body` for this system call only; none if the processor lacks the call."""
+    number = CALL_NUMBERS[name][ARCH]
     return [] if number is None else [(_EQUAL, 0, len(body), number), *body]
 
 
 def _assemble(rules: Iterable[list[Instruction]]) -> bytes:
+    """Return the filter that applies the rules in order and allows all other calls of this architecture."""
     if ARCH < 0:
         raise OSError(errno.ENOSYS, "seccomp: the system call numbers of this processor are unknown")
     program: list[Instruction] = [

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SIZE = struct.Struct("!I")
+_HEADER_SIZE = struct.Struct("!I")
 _MAX_HEADER_BYTES = 1 << 24
 _READ_BYTES = 1 << 16
 
@@ -23,9 +23,9 @@ _READ_BYTES = 1 << 16
 def send(
     link: socket.socket, header: Mapping[str, Any], blobs: Sequence[bytes] = (), descriptors: Sequence[int] = ()
 ) -> None:
-    """Send a message; descriptors are attached to its first byte."""
+    """Send a message. File descriptors are attached to its first byte."""
     text = json.dumps({**header, "sizes": [len(blob) for blob in blobs]}).encode()
-    message = b"".join([_SIZE.pack(len(text)), text, *blobs])
+    message = b"".join([_HEADER_SIZE.pack(len(text)), text, *blobs])
     sent = socket.send_fds(link, [message], descriptors) if descriptors else 0
     link.sendall(memoryview(message)[sent:])
 
@@ -34,13 +34,13 @@ def receive(link: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, An
     """Return header, byte strings and descriptors of the next message; EOFError if the other side has closed."""
     descriptors: list[int] = []
     if max_descriptors:
-        start, descriptors, _, _ = socket.recv_fds(link, _SIZE.size, max_descriptors)
-        size = start + (_read_exactly(link, _SIZE.size - len(start)) if start else b"")
+        start, descriptors, _, _ = socket.recv_fds(link, _HEADER_SIZE.size, max_descriptors)
+        if not start:
+            raise EOFError
+        prefix = start + _read_exactly(link, _HEADER_SIZE.size - len(start))
     else:
-        size = _read_exactly(link, _SIZE.size)
-    if len(size) < _SIZE.size:
-        raise EOFError
-    (length,) = _SIZE.unpack(size)
+        prefix = _read_exactly(link, _HEADER_SIZE.size)
+    (length,) = _HEADER_SIZE.unpack(prefix)
     if length > _MAX_HEADER_BYTES:
         raise EOFError("not a message of a sandbox")
     header = json.loads(_read_exactly(link, length))
@@ -48,6 +48,7 @@ def receive(link: socket.socket, max_descriptors: int = 0) -> tuple[dict[str, An
 
 
 def _read_exactly(link: socket.socket, count: int) -> bytes:
+    """Read `count` bytes; EOFError if the other side closes before."""
     received = bytearray()
     while len(received) < count:
         chunk = link.recv(min(count - len(received), 1 << 20))
@@ -61,12 +62,13 @@ def _read_exactly(link: socket.socket, count: int) -> bytes:
 
 
 class ProgramOutput:
-    """The output of a program, up to `max_bytes` in total; `truncated`: there was more."""
+    """The output of a program, up to `max_bytes` in total."""
 
     def __init__(self, max_bytes: int) -> None:
         self.stdout, self.stderr = bytearray(), bytearray()
         self._remaining = max_bytes
         self.truncated = False
+        """Whether output beyond `max_bytes` was dropped."""
 
     def add(self, stream: bytearray, chunk: bytes) -> None:
         self.truncated |= len(chunk) > self._remaining
@@ -75,16 +77,18 @@ class ProgramOutput:
 
 
 class Pipes:
-    """Non-blocking ends of a program's stdin, stdout and stderr. `program_ends`: the descriptors to send to it."""
+    """Pipes to a program's stdin, stdout and stderr. This process has non-blocking ends."""
 
     def __init__(self, stdin: bytes, output: ProgramOutput) -> None:
         self.output = output
         self._stdin = memoryview(stdin)
         (program_in, self._in), (self._out, program_out), (self._err, program_err) = os.pipe(), os.pipe(), os.pipe()
         self.program_ends = [program_in, program_out, program_err]
+        """Descriptors to send to the program, then to close here."""
         for descriptor in (self._in, self._out, self._err):
             os.set_blocking(descriptor, False)
         self._open = {self._out, self._err}
+        """Outputs that the program has not closed."""
         self._poll = select.poll()
         for descriptor in self._open:
             self._poll.register(descriptor, select.POLLIN)
@@ -109,26 +113,30 @@ class Pipes:
         self.program_ends = []
 
     def transfer(self, links: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
-        """Read and write what is possible within `seconds`; return those of `links` that are readable."""
-        by_number = {link.fileno(): link for link in links}
-        for number in by_number:
-            self._poll.register(number, select.POLLIN)
+        """Wait up to `seconds` until a pipe or one of `links` is ready; read and write the pipes that are.
+
+        Returns those of `links` that are readable.
+        """
+        by_descriptor = {link.fileno(): link for link in links}
+        for descriptor in by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
         ready = []
         for descriptor, _ in self._poll.poll(seconds * 1000):
-            if descriptor in by_number:
-                ready.append(by_number[descriptor])
+            if descriptor in by_descriptor:
+                ready.append(by_descriptor[descriptor])
             elif descriptor == self._in:
                 self._write_stdin()
             else:
                 self._read(descriptor)
-        for number in by_number:
-            self._poll.unregister(number)
+        for descriptor in by_descriptor:
+            self._poll.unregister(descriptor)
         return ready
 
     def drain(self, deadline: float) -> None:
-        """Read until the pipes are closed or the deadline has passed, and then what remains in them.
+        """Read until the program has closed its outputs, none has data, or the deadline has passed.
 
-        No more than the capacity of a pipe: a process that still runs may write faster than this reads.
+        After the deadline, at most the capacity of each pipe is read: a process that still runs may write faster than
+        this process reads.
         """
         while self._open:
             timeout = max(deadline - time.monotonic(), 0.0)
@@ -145,7 +153,7 @@ class Pipes:
                 remaining -= count
 
     def _read(self, descriptor: int) -> int:
-        """Read once; the number of bytes, 0 if there are none now or the pipe is closed."""
+        """Read once; return the number of bytes: 0 if none are available, or the pipe is closed."""
         stream = self.output.stdout if descriptor == self._out else self.output.stderr
         try:
             chunk = os.read(descriptor, _READ_BYTES)

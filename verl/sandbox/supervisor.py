@@ -22,19 +22,22 @@ from verl.sandbox.program import FINISHED, MEMORY, Confinement, kill_descendants
 from verl.sandbox.streams import Pipes, ProgramOutput
 from verl.sandbox.usage import DiskUsage, MemoryUsage, RunProcesses
 
+# Interval of the first checks of limits; later ones depend on the duration of a check.
 _CHECK_SECONDS = 0.025
 _IDLE_CHECK_SECONDS = 0.2  # between two cells of a session
+# After the end of a program: for output that is still in its pipes.
 _DRAIN_SECONDS = 0.5
+# For a cell to end after SIGINT.
 _INTERRUPT_SECONDS = 1.0
 _OWN_PROCESSES = 2  # the kernel counts supervisor and init, too
 
 
 class Cancelled(Exception):
-    """The caller has closed the connection."""
+    """The client has closed its connection."""
 
 
 def supervise(link: socket.socket, confinement: Confinement, cgroup: RunCgroup | None = None) -> None:
-    """Serve the one job that arrives over `link`; this process is in the run's namespaces already.
+    """Serve the one job that arrives over `link`, the client's connection. This process is in the run's namespaces.
 
     `cgroup`: entered by the init; the supervisor stays outside, so that it survives if the kernel kills the run.
     """
@@ -51,7 +54,7 @@ def supervise(link: socket.socket, confinement: Confinement, cgroup: RunCgroup |
     try:
         supervisor.serve()
     except (EOFError, ConnectionError, Cancelled):
-        pass  # no caller to report to
+        pass  # no client to report to
     finally:
         supervisor.kill_run()
 
@@ -60,15 +63,18 @@ class _Supervisor:
     def __init__(
         self,
         link: socket.socket,
-        program: socket.socket,
+        run_link: socket.socket,
         init: int,
         processes: RunProcesses,
         confinement: Confinement,
         cgroup: RunCgroup | None,
     ) -> None:
         self._link = link
-        self._program = program
+        """Connection to the client."""
+        self._run_link = run_link
+        """Connection to the init and its program process, which reads its job there."""
         self._init: int | None = init
+        """Pid; None: the run was killed."""
         self._confinement = confinement
         self._processes = processes
         self._cgroup = cgroup
@@ -95,7 +101,7 @@ class _Supervisor:
             if limits["file_mb"] != filesystem.DEFAULT_FILE_MB:
                 filesystem.resize_private_folders(limits["file_mb"])
         self._memory = MemoryUsage(self._processes, limits["memory_mb"], confinement.seccomp, confinement.namespaces)
-        if self._cgroup is not None:  # it counts files in memory, too
+        if self._cgroup is not None:  # which also counts files in memory
             self._cgroup.limit((limits["memory_mb"] + files_in_memory_mb) << 20, limits["processes"] + 1)
 
     # -- one program ---------------------------------------------------------------------------------------------
@@ -104,8 +110,8 @@ class _Supervisor:
         stdin, *files = blobs
         compiled: dict[str, Any] | None = None
         compiler_output: list[bytes] = []
-        outcome: dict[str, Any]
-        outcome, output = {"status": "finished", "return_code": None, "seconds": 0.0}, [b"", b""]
+        outcome: dict[str, Any] = {"status": "finished", "return_code": None, "seconds": 0.0}
+        output = [b"", b""]
         if job["compile"]:
             compiled, compiler_output = self._run_step(job["compile"], job, files, b"", self._limits["compile_s"])
             outcome["status"] = compiled["status"]
@@ -113,7 +119,7 @@ class _Supervisor:
         if compiled is None or compiled["return_code"] == 0:
             start = [part.format(memory=self._limits["memory_mb"]) for part in job["start"]]
             if compiled is not None and self._confinement.can_access_user_files:
-                _make_executable(self._confinement.folder, start[0])  # the linker may not
+                _make_executable(self._confinement.folder, start[0])  # the filter ignores the chmod of the linker
             outcome, output = self._run_step(start, job, files, stdin, self._limits["wall_s"])
         fetched, truncated = self._fetch(job["fetch"])  # every process that could change a file has ended
         if truncated and outcome["status"] == "finished":
@@ -130,11 +136,11 @@ class _Supervisor:
         channel, theirs = socket.socketpair()
         with channel, Pipes(stdin, self._output) as pipes:
             self._send_job({"start": start, "script": job["script"]}, job["names"], files, pipes, theirs)
-            # A Python program reports its end on the channel: its exit need not be awaited if no file is fetched.
-            awaited = [self._program] if start or job["fetch"] else [channel, self._program]
+            # A Python program reports its end on the channel. Its exit must be awaited only if files are fetched.
+            awaited = [self._run_link] if start or job["fetch"] else [channel, self._run_link]
             problem, message = self._wait_for_message(pipes, awaited, start_time + wall_s)
             if message == {"report": b""}:  # the channel was closed without a report: wait for the exit
-                problem, message = self._wait_for_message(pipes, [self._program], start_time + wall_s)
+                problem, message = self._wait_for_message(pipes, [self._run_link], start_time + wall_s)
             seconds = time.monotonic() - start_time
             if message is not None and "refused" in message:
                 refusal = f"this run could not be isolated: {message['refused']}"
@@ -154,8 +160,11 @@ class _Supervisor:
     def _send_job(
         self, job: dict[str, Any], names: list[str], files: list[bytes], pipes: Pipes, channel: socket.socket
     ) -> None:
-        """`channel`: the program reports its end on it with one byte. The model's code can write there, too, so
-        nothing but that byte is read."""
+        """Send a job to the waiting program process, with its limits, pipes and channel.
+
+        `names`, `files`: names and contents of its files. `channel`: on which the program reports its end with one
+        byte. The model's code can write there, too, so nothing but that byte is read.
+        """
         limits = {
             "cpu_s": self._limits["cpu_s"],
             "memory_bytes": self._limits["memory_mb"] << 20,
@@ -164,17 +173,20 @@ class _Supervisor:
         }
         header = {**job, "files": names if files else [], "limits": limits}
         with channel, contextlib.suppress(ConnectionError):  # the init has reported the reason already
-            streams.send(self._program, header, files, [*pipes.program_ends, channel.fileno()])
+            streams.send(self._run_link, header, files, [*pipes.program_ends, channel.fileno()])
         pipes.close_program_ends()
 
     def _other_processes_of_user(self) -> int:
-        """Processes and threads that the kernel counts against RLIMIT_NPROC although they are not of this run."""
-        if self._confinement.own_user or self._cgroup is not None:  # the cgroup has its own limit
+        """Number of processes and threads that the kernel counts for RLIMIT_NPROC, but which are not of this run."""
+        if self._confinement.own_user or self._cgroup is not None:  # a cgroup has its own limit
             return 0
         return self._processes.threads_of_user()
 
     def _status(self, problem: str | None, code: int) -> tuple[str, bytes]:
-        """The status of a program, and what to append to its stderr."""
+        """Return the status of a program, and a note to append to its stderr.
+
+        `problem`: why the program was killed (`_wait_for_message`); `code`: its return code.
+        """
         if problem == "timeout" or code == -signal.SIGXCPU:
             return "timeout", b""
         if problem is not None:
@@ -196,11 +208,11 @@ class _Supervisor:
             self._send_job({"start": [], "script": None}, [], [], pipes, theirs)
             while self._init is not None and problem is None:
                 # Limits hold between cells, too: a cell may have left processes running.
-                problem, message = self._wait_for_message(pipes, [self._link, self._program], None)
+                problem, message = self._wait_for_message(pipes, [self._link, self._run_link], None)
                 if message is not None and "cell" in message:
                     streams.send(self._link, *self._serve_cell(message, cells, pipes))
                 elif message is not None and "interrupt" not in message:  # late interrupts are ignored
-                    problem = message.get("refused", "it ended between two cells")
+                    problem = message.get("refused", "its process ended between two cells")
             if problem is not None:
                 self.kill_run()
                 while "cell" not in streams.receive(self._link)[0]:
@@ -214,7 +226,7 @@ class _Supervisor:
         start_time = time.monotonic()
         with contextlib.suppress(OSError):
             streams.send(cells, {}, [cell["cell"].encode(errors="surrogatepass")])
-        awaited = [cells, self._program]
+        awaited = [cells, self._run_link]
         problem, message = self._wait_for_message(pipes, awaited, start_time + cell["wall_s"])
         if problem in ("timeout", "interrupted"):
             self._interrupt()
@@ -231,7 +243,7 @@ class _Supervisor:
         return self._cell_result(problem, report, seconds)
 
     def _cell_result(self, problem: str | None, report: bytes, seconds: float) -> tuple[dict[str, Any], list[bytes]]:
-        """Header and output for the caller. `report`: the byte of a cell; empty if the session was killed."""
+        """Return header and output for the client. `report`: the byte of a cell; empty if the session was killed."""
         note = b"" if report else f"\n[sandbox] {problem or 'its process ended'}; the session is lost\n".encode()
         if problem is not None and "timeout" in problem:
             status = "timeout"
@@ -247,7 +259,7 @@ class _Supervisor:
         return {**header, "alive": bool(report)}, output
 
     def _interrupt(self) -> None:
-        """Send SIGINT, as Ctrl-C does."""
+        """Send SIGINT to the program, as Ctrl-C does."""
         self._processes.signal(self._processes.children(self._init or 0), signal.SIGINT)
 
     # -- limits --------------------------------------------------------------------------------------------------
@@ -255,7 +267,10 @@ class _Supervisor:
     def _wait_for_message(
         self, pipes: Pipes, awaited: Sequence[socket.socket], deadline: float | None
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Transfer output and check limits until one of `awaited` has a message: (None, message) or (problem, None).
+        """Transfer output and check limits until one of `awaited` has a message.
+
+        Returns (None, message), or (problem, None) if a limit or the deadline is exceeded, the client interrupts, or
+        the init has ended.
 
         A message is not read if the kernel has killed a process for the memory limit: in cgroup v1 it kills one,
         and the others may end successfully.
@@ -269,7 +284,7 @@ class _Supervisor:
                 problem = self._exceeded_limit()
                 if problem is not None:
                     return problem, None
-                check_at = time.monotonic() + (self._pause() if deadline is not None else _IDLE_CHECK_SECONDS)
+                check_at = time.monotonic() + (self._check_interval() if deadline is not None else _IDLE_CHECK_SECONDS)
             timeout = min(check_at, deadline if deadline is not None else check_at) - now
             ready = pipes.transfer([self._link, *awaited], max(timeout, 0.0))
             if ready and self._out_of_memory():
@@ -277,7 +292,7 @@ class _Supervisor:
             for link in awaited:
                 if link in ready:
                     try:
-                        trusted = link in (self._link, self._program)
+                        trusted = link in (self._link, self._run_link)
                         return None, streams.receive(link)[0] if trusted else {"report": link.recv(1)}
                     except (EOFError, ConnectionError):
                         if link is self._link:
@@ -291,7 +306,7 @@ class _Supervisor:
                 return "interrupted", None
 
     def _exceeded_limit(self) -> str | None:
-        """The limit that the run exceeds, of those that the kernel does not enforce itself."""
+        """Return which limit the run exceeds, of those that the kernel does not enforce itself, or None."""
         if self._out_of_memory():
             return self._memory_problem()
         if self._init is None or (self._cgroup is not None and self._disk is None):
@@ -301,8 +316,9 @@ class _Supervisor:
             pids = self._descendants()
             if len(pids) > limits["processes"] + 1:
                 return f"more than {limits['processes']} processes"
-            over = self._memory.exceeds_limit(pids, check_time)
-            if over and self._cgroup is None:
+            # Called even with a cgroup: it also finds the deleted files that the disk check needs.
+            exceeds_memory = self._memory.exceeds_limit(pids, check_time)
+            if exceeds_memory and self._cgroup is None:
                 return self._memory_problem()
             if self._disk is not None:
                 deleted = self._memory.descriptors.deleted
@@ -316,7 +332,7 @@ class _Supervisor:
     def _memory_problem(self) -> str:
         return f"more than {self._limits['memory_mb']} MB of memory"
 
-    def _pause(self) -> float:
+    def _check_interval(self) -> float:
         """Seconds until the next check of the limits."""
         if self._cgroup is not None and self._disk is None:
             return _CHECK_SECONDS
@@ -328,7 +344,7 @@ class _Supervisor:
     # -- end -----------------------------------------------------------------------------------------------------
 
     def kill_run(self) -> None:
-        """Kill the init, with which its whole process namespace ends; without one, all descendants of this process."""
+        """Kill the init, and with it its process namespace; without a namespace, all descendants of this process."""
         if self._init is None:
             return
         pids = self._descendants()
@@ -340,7 +356,7 @@ class _Supervisor:
             kill_descendants()
 
     def _fetch(self, names: list[str]) -> tuple[dict[str, bytes], bool]:
-        """Contents of regular files in the run's directory; whether some were truncated."""
+        """Return the contents of regular files in the run's directory, and whether some were truncated."""
         remaining = self._limits["output_bytes"]
         contents: dict[str, bytes] = {}
         truncated = False
@@ -354,7 +370,7 @@ class _Supervisor:
 
 
 def _warm_up() -> None:
-    """Execute once what a job will execute: the memory pages that this writes are copied now, not during the job."""
+    """Execute once what a job executes, so that the memory pages that it writes are copied before the job starts."""
     ours, theirs = socket.socketpair()
     with ours, theirs, Pipes(b"x", ProgramOutput(1)) as pipes:
         streams.send(ours, {"limits": {"wall_s": 1.0}, "names": [], "compile": None}, [b""])
@@ -364,7 +380,7 @@ def _warm_up() -> None:
 
 
 def _read_inside(folder: str, name: str, max_bytes: int) -> bytes | None:
-    """Up to `max_bytes` of a file; None if it is missing, not a regular file, or behind a symlink."""
+    """Read up to `max_bytes` of a file; None if it is missing, not a regular file, or behind a symlink."""
     try:
         parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:  # a program may remove its directory
@@ -385,7 +401,7 @@ def _read_inside(folder: str, name: str, max_bytes: int) -> bytes | None:
 
 
 def _make_executable(folder: str, name: str) -> None:
-    """Set the mode of a regular file of the folder, if it exists."""
+    """Make a regular file of the folder executable, if it exists."""
     with contextlib.suppress(OSError):
         parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

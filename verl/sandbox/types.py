@@ -25,18 +25,18 @@ class Limits:
     """What one run, including all processes that it starts, may use."""
 
     wall_s: float = 10.0
-    """Seconds until the run is killed; in a session: until a cell is."""
+    """Seconds until the run is killed; in a session: until a cell is interrupted."""
     cpu_s: float | None = None
     """CPU seconds of each process; None: `wall_s` + 1 (in a session: no limit)."""
     memory_mb: int = 1024
-    """Memory of all processes together, including page tables and kernel buffers. One process cannot even reserve
-    more private memory."""
+    """Memory of all processes together, including page tables and kernel buffers; also the largest amount of private
+    memory that one process may reserve."""
     file_mb: int = 64
-    """Size of all files that it may write together, and of one file."""
+    """Size of all files that the run may write together, and of one file."""
     processes: int = 64
     """Processes and threads."""
     output_bytes: int = 1 << 20
-    """stdout and stderr together; as much again for all fetched files together. The rest is dropped."""
+    """Size of stdout and stderr together, and also of all fetched files together. The rest is dropped."""
     compile_s: float = 30.0
     """Seconds for the compiler, if the language has one."""
 
@@ -46,6 +46,7 @@ class Limits:
                 raise ValueError(f"sandbox limit {name}={value}: must be more than 0")
 
     def cpu_seconds(self) -> int:
+        """Return the limit of CPU seconds of a program."""
         return math.ceil(self.wall_s + 1 if self.cpu_s is None else self.cpu_s)
 
 
@@ -73,7 +74,7 @@ class Isolation:
 
     namespaces: bool = False  # own users, mounts, processes, network, IPC
     landlock: int = 0  # its ABI; 0: not available
-    seccomp: bool = False  # dangerous system calls are refused
+    seccomp: bool = False  # system calls that programs do not need are refused
     cgroup: int = 0  # version of the cgroups that count memory and processes; 0: the supervisor counts them
     missing: tuple[str, ...] = ()  # descriptions of what this host lacks
 
@@ -84,6 +85,7 @@ class Isolation:
 
     @property
     def network(self) -> bool:
+        """Programs cannot use the network."""
         return self.namespaces or self.seccomp
 
     @property
@@ -96,7 +98,7 @@ class Isolation:
         return "full" if self.namespaces and self.seccomp else "network"
 
     def check(self, require: str) -> None:
-        """Raise IsolationMissing, with cause and remedy, if `require` is more than this."""
+        """Raise IsolationMissing, with cause and remedy, if the level is below `require`."""
         if require not in REQUIRE:
             raise ValueError(f"sandbox.require={require!r}: one of {', '.join(REQUIRE)}")
         if REQUIRE.index(self.level) < REQUIRE.index(require):
@@ -122,16 +124,20 @@ class Isolation:
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """The name of the program's file, and the commands that compile and start it; `{memory}`: the limit in MB."""
+    """A programming language. In commands, `{memory}` is the memory limit in MB."""
 
     file: str
-    needs: tuple[str, ...] = ()
+    """Name of the file with the program."""
+    tools: tuple[str, ...] = ()
+    """Commands that have to be on the PATH."""
     compile: tuple[str, ...] = ()
-    start: tuple[str, ...] = ()  # empty: Python, which runs in a forked interpreter
+    """Command that compiles the file; empty: none."""
+    start: tuple[str, ...] = ()
+    """Command that starts the program; empty: Python, which runs in a forked interpreter."""
 
-    def missing(self) -> str | None:
-        """A required tool that is not on this machine's PATH."""
-        return next((tool for tool in self.needs if shutil.which(tool) is None), None)
+    def missing_tool(self) -> str | None:
+        """Return a required tool that is not on this machine's PATH, or None."""
+        return next((tool for tool in self.tools if shutil.which(tool) is None), None)
 
 
 _PYTHON = Language("main.py")
@@ -152,11 +158,11 @@ LANGUAGES = {
 
 
 def find_language(name: str) -> Language:
-    """Return a language that this machine can run; ValueError otherwise."""
+    """Return the language `name`. ValueError: it is unknown, or this machine lacks a tool for it."""
     language = LANGUAGES.get(name.lower())
     if language is None:
         raise ValueError(f"language {name!r} is not one of {', '.join(LANGUAGES)}")
-    tool = language.missing()
+    tool = language.missing_tool()
     if tool is not None:
         raise ValueError(f"language {name!r} needs {tool}, which is not on this machine's PATH")
     return language

@@ -87,7 +87,7 @@ def test_files_that_do_not_fit_are_reported_without_paths_of_the_host(sandbox: S
         pytest.skip("without namespaces the disk has space")
     result = sandbox.run("print(1)", files={"big": bytes(9 << 20)})
     assert result.status == "error"
-    assert result.stderr == "[sandbox] a file could not be placed: No space left on device\n"
+    assert result.stderr == "[sandbox] a file could not be written: No space left on device\n"
 
 
 def test_a_file_that_a_left_process_keeps_writing(sandbox: Sandbox) -> None:

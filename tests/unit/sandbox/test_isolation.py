@@ -16,7 +16,7 @@ import pytest
 
 from verl.sandbox import Isolation, IsolationMissing, Sandbox, available
 from verl.sandbox.linux import ARCH
-from verl.sandbox.seccomp import NUMBERS
+from verl.sandbox.seccomp import CALL_NUMBERS
 from verl.utils import process_tree
 
 ROOT = Path(__file__).parents[3]
@@ -83,7 +83,7 @@ def test_numbers_of_system_calls_are_this_kernels() -> None:
     command = ["gcc", "-E", "-dM", "-include", "sys/syscall.h", "-xc", os.devnull]
     defined = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     theirs = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", defined)}
-    ours = {name: numbers[ARCH] for name, numbers in NUMBERS.items()}
+    ours = {name: numbers[ARCH] for name, numbers in CALL_NUMBERS.items()}
     assert {name: number for name, number in ours.items() if theirs.get(name, number) != number} == {}
 
 
