@@ -241,6 +241,8 @@ def test_attaching_to_a_running_group_by_name(cpu_pool):
     with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 7), name_prefix="test-attach", detached=True) as group:
         by_prefix = RayWorkerGroup.from_detached(name_prefix="test-attach")
         by_names = RayWorkerGroup.from_detached(worker_names=group.worker_names)
+        with pytest.raises(ValueError, match="cannot restart"):  # and the ranks stay alive
+            by_prefix.restart()
         assert by_prefix.add(1) == [8, 8]
         assert by_names.add(1) == [9, 9]
         assert (by_names.master_address, by_names.master_port) == (group.master_address, group.master_port)

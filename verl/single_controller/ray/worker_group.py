@@ -112,7 +112,8 @@ class RayWorkerGroup(WorkerGroup):
         self.expendable = expendable
         device = device_name or ("cuda" if resource_pool.use_gpu else "cpu")
         env = _checked_env(worker_env or {})
-        self._plan = _StartPlan(resource_pool, ray_cls_with_init, device, env, collective_timeout)
+        plan = _StartPlan(resource_pool, ray_cls_with_init, device, env, collective_timeout)
+        self._plan: _StartPlan | None = plan
         # Lists are shared with the groups that `spawn` returns, so that all of them see the changes of `restart`.
         self._workers: list[Any] = []
         self._nodes: list[RayNode] = []
@@ -124,10 +125,10 @@ class RayWorkerGroup(WorkerGroup):
         ranks = range(resource_pool.world_size)
         if started is None:
             self._workers += [None] * len(ranks)
-            self._start_processes(ranks)
+            self._start_processes(plan, ranks)
         else:
             self._workers += started.actors
-            self._construct_roles(ranks)
+            self._construct_roles(plan, ranks)
 
     @classmethod
     def reserve(cls, pools: Sequence[Any]) -> None:
@@ -160,7 +161,7 @@ class RayWorkerGroup(WorkerGroup):
         group = object.__new__(cls)
         group.name_prefix = name_prefix or names[0]
         group._detached, group._workers, group._broken, group._nodes = True, workers, [], []
-        group._killed = set()
+        group._killed, group._plan = set(), None
         group._queries = RankQueries(workers)
         group._set_roles(specs_of(ray_cls_with_init) if ray_cls_with_init else specs, info.world_size)
         group._hosts = group._query_hosts(workers)
@@ -197,6 +198,11 @@ class RayWorkerGroup(WorkerGroup):
         The group and the groups of its roles stay the same objects. Raises a WorkerError or a ResourceError if a
         process does not start; the group is then as broken as before.
         """
+        if self._plan is None:
+            raise ValueError(
+                f"{self.role}: a group of RayWorkerGroup.from_detached cannot restart its ranks. Restart the group that"
+                " started them."
+            )
         lost, processes = self._broken[:], self.processes
         # An actor that was just killed may still reply.
         ranks = sorted({*find_dead(self._workers), *self._killed}) if alone else list(range(self.world_size))
@@ -210,7 +216,7 @@ class RayWorkerGroup(WorkerGroup):
         self._broken.clear()
         self._killed.clear()
         try:
-            self._start_processes(ranks, _RESTART_TIMEOUT_S * load_factor())
+            self._start_processes(self._plan, ranks, _RESTART_TIMEOUT_S * load_factor())
         except BaseException:
             self._broken += lost
             raise
@@ -239,19 +245,19 @@ class RayWorkerGroup(WorkerGroup):
 
     # ---------------------------------------------------------------- starting
 
-    def _start_processes(self, ranks: Sequence[int], timeout: float | None = None) -> None:
-        actors = start_actors(self._plan.pool, self.name_prefix, ranks, detached=self._detached, env=self._plan.env)
+    def _start_processes(self, plan: _StartPlan, ranks: Sequence[int], timeout: float | None = None) -> None:
+        actors = start_actors(plan.pool, self.name_prefix, ranks, detached=self._detached, env=plan.env)
         for rank, actor in zip(ranks, actors, strict=True):
             self._workers[rank] = actor
-        self._construct_roles(ranks, timeout)
+        self._construct_roles(plan, ranks, timeout)
 
-    def _construct_roles(self, ranks: Sequence[int], timeout: float | None = None) -> None:
-        self._nodes[:] = self._plan.pool.nodes_by_rank()
+    def _construct_roles(self, plan: _StartPlan, ranks: Sequence[int], timeout: float | None = None) -> None:
+        self._nodes[:] = plan.pool.nodes_by_rank()
         self._queries.reset()
         try:
             if timeout is not None:
-                wait_until_alive(self._workers, timeout, self._plan.pool.name_prefix)
-            self._construct(self._plan, ranks)
+                wait_until_alive(self._workers, timeout, plan.pool.name_prefix)
+            self._construct(plan, ranks)
         except BaseException:
             self.shutdown()
             raise
