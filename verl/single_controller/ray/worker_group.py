@@ -56,9 +56,11 @@ from verl.utils.resources import load_factor
 logger = logging.getLogger(__name__)
 
 GetOutcomes = Callable[[list[Any]], list[Any]]
-"""From references to ended calls to their outcomes: outputs, exceptions or failures."""
+"""Returns the outcomes of ended calls, given by references: outputs, exceptions or failures."""
 
+# Interval in which a wait for outputs checks whether it was aborted.
 _POLL_S = 0.5
+# After the first failure of a call: wait for further failures, to raise the death of a process rather than its effects.
 _DEATH_GRACE_S = 1.0
 _RESTART_TIMEOUT_S = 300.0
 _recent_memory = RecentMemory()
@@ -86,7 +88,7 @@ class RayWorkerGroup(WorkerGroup):
     """
 
     expendable = False
-    """Its processes hold no training state: a rank that hangs may be killed, and the group restarted."""
+    """Whether its processes hold no training state: a rank that hangs may be killed, and the group restarted."""
 
     def __init__(
         self,
@@ -102,7 +104,8 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         """`worker_env`: environment variables of the worker processes, set before anything is imported.
         `collective_timeout`: timeout of torch collectives in seconds.
-        `expendable`: `restart` loses no state. Batches that its calls return outlive its processes.
+        `expendable`: `restart` loses no state, and batches that calls return outlive the processes.
+        `detached`: the processes outlive the driver; `from_detached` connects to them by `name_prefix`.
         """
         if resource_pool is None or ray_cls_with_init is None:
             raise ValueError("RayWorkerGroup: pass a resource_pool and a ray_cls_with_init, or use from_detached.")
@@ -119,6 +122,7 @@ class RayWorkerGroup(WorkerGroup):
         self._nodes: list[RayNode] = []
         self._broken: list[WorkerDiedError] = []
         self._killed: set[int] = set()
+        """Ranks killed by `shutdown`; Ray may report them as alive for a while."""
         self._queries = RankQueries(self._workers)
         self._hosts = ["?"] * resource_pool.world_size
         self._set_roles(specs_of(ray_cls_with_init), resource_pool.world_size)
@@ -204,7 +208,6 @@ class RayWorkerGroup(WorkerGroup):
                 " started them."
             )
         lost, processes = self._broken[:], self.processes
-        # An actor that was just killed may still reply.
         ranks = sorted({*find_dead(self._workers), *self._killed}) if alone else list(range(self.world_size))
         replaced = [self._workers[rank] for rank in ranks]
         for worker in replaced:
@@ -266,8 +269,8 @@ class RayWorkerGroup(WorkerGroup):
         pool = plan.pool
         self._hosts[:] = self._query_hosts(self._workers)
         if 0 in ranks:
-            started = self._wait("start", {0: on_lane(self._workers[0], "prepare", "control").remote()})
-            self.master_address, self.master_port = started[0]
+            addresses = self._wait("start", {0: on_lane(self._workers[0], "prepare", "control").remote()})
+            self.master_address, self.master_port = addresses[0]
         address, port = self.master_address, self.master_port
         infos = [
             RankInfo(rank, pool.world_size, local_rank, local_size, address, port, plan.device, plan.collective_timeout)
@@ -280,6 +283,7 @@ class RayWorkerGroup(WorkerGroup):
         self._wait("__init__", refs)
 
     def _query_hosts(self, workers: list[Any]) -> list[str]:
+        """Read the process of every rank; return descriptions of host and pid, by rank."""
         refs = {rank: on_lane(worker, "describe", "control").remote() for rank, worker in enumerate(workers)}
         descriptions = self._wait("start", refs)
         self._queries.processes = [
@@ -288,11 +292,13 @@ class RayWorkerGroup(WorkerGroup):
         return [f"{process.host} pid {process.pid}" for process in self._queries.processes]
 
     def _set_roles(self, all_specs: dict[str, dict[str, MethodSpec]], world_size: int) -> None:
+        """Initialise the group with the methods of its role; with several roles, it has none (`spawn`)."""
         self._all_specs = all_specs
         role, specs = next(iter(all_specs.items())) if len(all_specs) == 1 else ("+".join(all_specs), {})
         super().__init__(role, specs, world_size)
 
     def _view(self, role: str) -> RayWorkerGroup:
+        """Return the group of one of the colocated roles: it shares the state of this one, but has its own methods."""
         view = object.__new__(type(self))
         view.__dict__.update({key: value for key, value in self.__dict__.items() if key not in self._specs})
         WorkerGroup.__init__(view, role, self._all_specs[role], self.world_size)
@@ -304,7 +310,7 @@ class RayWorkerGroup(WorkerGroup):
         self, ranks: Sequence[int], method: str, args: list[list[Any]], kwargs: dict[str, list[Any]], lane: str
     ) -> Callable[[], list[Any]]:
         entry = "call_streamed" if self.expendable and lane == "compute" else "call"
-        refs, call = self._send(entry, ranks, method, args, kwargs, lane), OpenCall(self, method)
+        refs, call = self._start_calls(entry, ranks, method, args, kwargs, lane), OpenCall(self, method)
         if entry == "call":
             return lambda: [_as_batch(output) for output in self._wait(method, refs, call)]
         streams = {stream.completed(): stream for stream in refs.values()}
@@ -314,10 +320,13 @@ class RayWorkerGroup(WorkerGroup):
         )
 
     def _plain_refs(self, ranks: Sequence[int], method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """Start a call; return references to results that are values themselves, not stored batches."""
         rank_args, rank_kwargs = self._args_of_ranks(args, kwargs)
-        return list(self._send("call_plain", ranks, method, rank_args, rank_kwargs, self._lane_of(method)).values())
+        return list(
+            self._start_calls("call_plain", ranks, method, rank_args, rank_kwargs, self._lane_of(method)).values()
+        )
 
-    def _send(
+    def _start_calls(
         self,
         entry: str,
         ranks: Sequence[int],
@@ -326,6 +335,7 @@ class RayWorkerGroup(WorkerGroup):
         kwargs: dict[str, list[Any]],
         lane: str,
     ) -> dict[int, Any]:
+        """Call the actor method `entry`, which executes `method` of the role; return Ray's reference by rank."""
         if self._broken:
             raise self._broken[0]
         stored: dict[int, StoredArgument] = {}
@@ -343,14 +353,15 @@ class RayWorkerGroup(WorkerGroup):
         call: OpenCall | None = None,
         outcomes: GetOutcomes = get_outcomes,
     ) -> list[Any]:
-        """Outputs by rank. The first failure ends the wait: other ranks may be stuck in a collective with that rank."""
+        """Return the outputs in the order of ranks. The first failure ends the wait: other ranks may be blocked in a
+        collective with the failed rank."""
         call = call or OpenCall(self, method)
         try:
-            return self._outputs(method, refs, call, outcomes)
+            return self._collect_outputs(method, refs, call, outcomes)
         finally:
             call.close()
 
-    def _outputs(self, method: str, refs: dict[int, Any], call: OpenCall, outcomes: GetOutcomes) -> list[Any]:
+    def _collect_outputs(self, method: str, refs: dict[int, Any], call: OpenCall, outcomes: GetOutcomes) -> list[Any]:
         outputs: dict[int, Any] = {}
         failures: dict[int, Exception | Failure] = {}
         deadline = None
@@ -366,10 +377,11 @@ class RayWorkerGroup(WorkerGroup):
                 # Errors of peers ("connection closed") often arrive before Ray reports the death that caused them.
                 deadline = time.monotonic() + _DEATH_GRACE_S
         if failures:
-            self._raise(method, failures)
+            self._raise_failures(method, failures)
         return [outputs[rank] for rank in sorted(outputs)]
 
-    def _raise(self, method: str, failures: dict[int, Exception | Failure]) -> None:
+    def _raise_failures(self, method: str, failures: dict[int, Exception | Failure]) -> None:
+        """Raise WorkerDiedError if a process has ended (a failure is then Ray's exception), else WorkerCallError."""
         died = next((rank for rank, failure in failures.items() if isinstance(failure, Exception)), None)
         if (lost := lost_ranks(self._nodes)) is not None:
             died, cause, advice = lost.first, lost.describe(self.role), ""
@@ -386,22 +398,23 @@ class RayWorkerGroup(WorkerGroup):
         raise WorkerCallError(failure, self.role, rank, self._hosts[rank], method, len(failures) - 1)
 
     def _explain_death(self, failure: Exception | Failure, rank: int) -> tuple[str, str]:
-        """Cause and advice, from the memory of the rank's node before and after its death."""
+        """Return cause and advice, from the memory of the rank's node before and after its death."""
         if len(self.processes) <= rank:  # it died during its start
             return explain_death(failure)
         process = self.processes[rank]
         memory = NodeInspector().memory(process)
-        if process.node != ray.get_runtime_context().get_node_id():
+        if process.node != ray.get_runtime_context().get_node_id():  # _recent_memory samples this node only
             return explain_death(failure, process.memory, memory)
         return explain_death(failure, _recent_memory.first or process.memory, memory, _recent_memory.lowest)
 
 
 def _as_batch(output: Any) -> Any:
+    """Return stored rows as a batch, any other output unchanged."""
     return BatchRef.from_stored(output) if isinstance(output, StoredRows) else output
 
 
 def _stream_outcome(end: Any, stream: Any) -> Any:
-    """Outcome of a `call_streamed`; `end` is the reference that is ready when the call has ended."""
+    """Return the outcome of a `call_streamed`; `end`: the reference that is ready when the call has ended."""
     failure = get_outcomes([end])[0]
     if isinstance(failure, Exception | Failure):
         return failure
@@ -411,6 +424,7 @@ def _stream_outcome(end: Any, stream: Any) -> Any:
 
 
 def _checked_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables as strings; ValueError for those that the group sets itself."""
     reserved = sorted(env.keys() & RankInfo(0, 1, 0, 1, "", 0).environment().keys())
     if reserved:
         raise ValueError(f"worker_env: the group sets {', '.join(reserved)} for every rank. Remove them.")
