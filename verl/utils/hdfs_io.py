@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import shutil
+from typing import Any
 
 from verl.utils.fs import filesystem_of
 
@@ -22,9 +23,10 @@ def makedirs(path: str | os.PathLike[str], exist_ok: bool = True) -> None:
 
 
 def copy(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> str:
-    """Copy a file or folder between any two file systems, as `cp -r` does; returns the new path.
+    """Copy a file or folder between any two file systems, as `cp -r` does; return the new path.
 
-    Into `dst` if that is an existing folder or ends with a slash, else to the name `dst`.
+    Copies into `dst` if that is an existing folder or ends with a slash, else to the name `dst`. Empty subfolders are
+    left out: object stores have none.
     """
     source_url, target_url = os.fspath(src), os.fspath(dst)
     source_fs, source = filesystem_of(source_url)
@@ -35,6 +37,8 @@ def copy(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> str:
     if target_url.endswith("/") or target_fs.isdir(target):
         name = posixpath.basename(source)
         target, target_url = posixpath.join(target, name), posixpath.join(target_url, name)
+    if source_fs is target_fs and _resolved(source_fs, source) == _resolved(target_fs, target):
+        raise ValueError(f"dst: {target_url!r} is the same file or folder as src. Choose another path.")
     files = source_fs.find(source) if source_fs.isdir(source) else [source]
     if source_fs.isdir(source):
         target_fs.makedirs(target, exist_ok=True)
@@ -44,3 +48,8 @@ def copy(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> str:
         with source_fs.open(file, "rb") as reader, target_fs.open(path, "wb") as writer:
             shutil.copyfileobj(reader, writer, length=16 * 2**20)
     return target_url
+
+
+def _resolved(fs: Any, path: str) -> str:
+    """Return the path without symlinks, which only local file systems have."""
+    return os.path.realpath(path) if "file" in fs.protocol else path

@@ -273,6 +273,21 @@ def test_hdfs_io_copies_files_and_folders_like_cp(tmp_path, memory_url):
     assert (tmp_path / "new" / "name.parquet").read_bytes() == b"t"
 
 
+def test_hdfs_io_refuses_to_copy_a_file_or_folder_onto_itself(tmp_path, memory_url):
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    hdfs_io.makedirs(f"{memory_url}/data")
+    (tmp_path / "data").mkdir()
+    for folder in (tmp_path / "data", f"{memory_url}/data"):
+        put(f"{folder}/x", b"x")
+    for src, dst in (("data/x", "data/x"), ("data/x", "data"), ("data", ""), ("data/x", "link")):
+        with pytest.raises(ValueError, match="same file or folder"):
+            hdfs_io.copy(tmp_path / src, tmp_path / dst)
+    with pytest.raises(ValueError, match="same file or folder"):
+        hdfs_io.copy(f"{memory_url}/data/x", f"{memory_url}/data/")
+    assert (tmp_path / "data" / "x").read_bytes() == b"x"
+    assert fsspec.filesystem("memory").cat(f"{memory_url}/data/x") == b"x"
+
+
 def test_hdfs_io_refuses_what_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="src: "):
         hdfs_io.copy(tmp_path / "none", tmp_path / "x")
