@@ -1,6 +1,7 @@
-"""Supervisor: the process that a user starts. It runs every attempt of a run as a child and restarts dead children.
+"""Supervisor: the process that a user starts. It executes a run in a child process and restarts it if it fails.
 
-Orphaned processes of an attempt become children of this process, which kills them. Imports neither Ray nor torch.
+An attempt is one such child process. Its orphaned processes become children of the supervisor, which kills them.
+Imports neither Ray nor torch.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class SupervisedAttempt(Generic[C]):
-    """Input of a child: its configuration, and the Ray head that all attempts share, or None."""
+    """Input of a child process."""
 
     config: C
     head: Any = None
+    """The Ray head that all attempts share; None: each attempt starts its own Ray."""
 
 
 def supervise(
@@ -51,12 +53,13 @@ def supervise(
     ensure_head: Callable[[Any], Any] = lambda head: None,
     stop_head: Callable[[Any], None] = lambda head: None,
 ) -> SupervisedAttempt[C]:
-    """Fork a child for every attempt; return in the child. This process itself never returns: it exits when the run has
-    ended.
+    """Fork a child for every attempt and return in the child. In this process it never returns: it exits when the run
+    has ended.
 
     All attempts have the same id in `VERL_RUN`, by which trackers recognise them as one run. `ensure_head` receives the
     current Ray head, which may have died, and returns a running head; `stop_head` ends it.
     """
+    # Processes that this one had before, which are no part of the run.
     supervisor, unrelated = Supervisor(config), with_descendants(os.getpid())[1:]
     adopt_orphans()
     os.environ["VERL_RUN"] = uuid.uuid4().hex[:12]
@@ -85,10 +88,10 @@ def wants_supervision(config: Any, supervised: bool) -> bool:
 
 
 class Supervisor(Generic[C]):
-    """The state over all attempts of one command."""
+    """The state of one command over all of its attempts."""
 
     def __init__(self, config: C) -> None:
-        self._config, self._trainer = config, getattr(config, "trainer")  # noqa: B009 - of any configuration
+        self._config, self._trainer = config, getattr(config, "trainer")  # noqa: B009 - C has no bound: every configuration has this block
         self._saved, self._history = SavedSteps(self._trainer), RestartHistory()
         self.attempts = 0
         """Number of attempts that have ended."""
@@ -105,7 +108,7 @@ class Supervisor(Generic[C]):
     def wait_for_restart(self, process: SupervisedProcess, exit_code: int, forwarder: SignalForwarder) -> bool:
         """Decide whether to restart after an attempt, and log it; before a restart, wait for its delay.
 
-        Return False if the run has ended: successfully, by an error that a restart cannot help, or by a stop signal.
+        Return False if the run has ended: successfully, by an error that would occur again, or by a stop signal.
         """
         self.attempts += 1
         failure = process.failure(exit_code)
@@ -117,7 +120,7 @@ class Supervisor(Generic[C]):
             if decision.reason is not None:
                 logger.error("not restarted: %s", decision.reason)
             return False
-        for line in process.final_lines[:1]:  # the file with the traceback
+        for line in process.final_lines[:1]:  # it names the file with the traceback
             logger.warning(line)
         resume = self._saved.describe_restart(process.step)
         logger.warning(
@@ -179,41 +182,42 @@ class Restart:
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Decision against a restart. `reason`: None if the failure itself explains it."""
+    """Decision against a restart."""
 
     reason: str | None = None
+    """None if the failure itself explains it."""
 
 
 @dataclass(frozen=True)
 class RestartHistory:
     """Restarts and failures since the last new checkpoint."""
 
-    saved: str | None = None
+    checkpoint_id: str | None = None
     """Id of that checkpoint (`SavedSteps.newest_id`); None: this command has saved none."""
     restarts: int = 0
     locations: frozenset[str] = field(default=frozenset())
-    """Where attempts failed (`failure_location`)."""
+    """Where attempts failed (`exit_messages.failure_location`)."""
 
 
 def decide_restart(
-    history: RestartHistory, failure: AttemptFailure, saved: str | None, max_restarts: int
+    history: RestartHistory, failure: AttemptFailure, newest_id: str | None, max_restarts: int
 ) -> tuple[RestartHistory, Restart | GiveUp]:
-    """Return the updated history and the decision. Pure.
+    """Return the updated history and the decision. A pure function.
 
-    `saved` identifies the newest complete checkpoint of this command: a new one is progress and resets the history.
+    `newest_id`: id of the newest complete checkpoint of this command. A new one is progress and resets the history.
     """
-    if saved is not None and saved != history.saved:
-        history = RestartHistory(saved)
+    if newest_id is not None and newest_id != history.checkpoint_id:
+        history = RestartHistory(newest_id)
     if not failure.restartable:
         return history, GiveUp()
     if failure.location in history.locations:
         return history, GiveUp(f"it failed twice at the same location ({failure.location})")
     if history.restarts >= max_restarts:
-        return history, GiveUp(f"trainer.max_restarts = {max_restarts}, and no step was saved since the first of them")
+        return history, GiveUp(f"trainer.max_restarts = {max_restarts}, and no step was saved since the first restart")
     locations = history.locations if failure.location is None else history.locations | {failure.location}
     number = history.restarts + 1
     delay = min(_FIRST_DELAY_S * 2 ** (number - 1), _MAX_DELAY_S)
-    return RestartHistory(history.saved, number, locations), Restart(number, delay)
+    return RestartHistory(history.checkpoint_id, number, locations), Restart(number, delay)
 
 
 class SavedSteps:
@@ -222,11 +226,11 @@ class SavedSteps:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.root = Path(expand_path(trainer.default_local_dir)).absolute()
-        self._earlier = {_manifest_id(folder) for folder in newest_first(self.root)}
+        self._earlier_ids = {_manifest_id(folder) for folder in newest_first(self.root)}
 
     def newest(self) -> Path | None:
-        """Return the newest complete step."""
-        own = (folder for folder in newest_first(self.root) if _manifest_id(folder) not in self._earlier)
+        """Return the folder of the newest complete step, or None."""
+        own = (folder for folder in newest_first(self.root) if _manifest_id(folder) not in self._earlier_ids)
         return next(filter(has_expected_sizes, own), None)
 
     def newest_id(self) -> str | None:
@@ -248,8 +252,10 @@ class SavedSteps:
         return changed
 
     def describe_restart(self, failed_step: int | None) -> str:
-        """Return a clause: where the next attempt resumes, and which steps it repeats. `failed_step`: the step in which
-        the last attempt failed, if known."""
+        """Return a clause for the log: where the next attempt resumes, and which steps it repeats.
+
+        `failed_step`: the step in which the last attempt failed, if known.
+        """
         newest, mode = self.newest(), self._trainer.resume_mode
         if newest is None and mode == "auto":
             newest = next(filter(has_expected_sizes, newest_first(self.root)), None)
@@ -264,7 +270,10 @@ class SavedSteps:
 
 
 def kill_descendants(keep: Collection[int] = ()) -> None:
-    """Kill all descendants of this process, except the children in `keep` and their descendants."""
+    """Kill all descendants of this process, except the children in `keep` and their descendants.
+
+    Repeated until none is left: descendants of a killed process become children of this one.
+    """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
         alive = [pid for child in children(os.getpid()) if child not in keep for pid in with_descendants(child)]
@@ -282,7 +291,7 @@ def kill_descendants(keep: Collection[int] = ()) -> None:
 
 
 def _manifest_id(folder: Path) -> tuple[int, int] | None:
-    """Identify a saved step by its manifest, also after it was moved; None without a manifest."""
+    """Return an id of a saved step, which stays the same when its folder is moved; None without a manifest."""
     try:
         stat = (folder / MANIFEST).stat()
     except OSError:

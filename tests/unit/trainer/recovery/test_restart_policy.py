@@ -39,7 +39,7 @@ def test_giving_up_says_why():
     for _ in range(3):
         history, _ = decide_restart(history, KILLED, None, 3)
     assert decide_restart(history, KILLED, None, 3)[1] == GiveUp(
-        "trainer.max_restarts = 3, and no step was saved since the first of them"
+        "trainer.max_restarts = 3, and no step was saved since the first restart"
     )
     history, _ = decide_restart(RestartHistory(), HERE, None, 3)
     history, _ = decide_restart(history, KILLED, None, 3)
