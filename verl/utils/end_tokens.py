@@ -1,6 +1,6 @@
 """Token ids that end a response: the single definition for engines, agent loops, the gateway, SFT and reward models.
 
-From here to the engine: `find_end_tokens` decides the ids. `response_end_tokens` (`workers/rollout/prompts.py`) puts
+The way to the engine: `find_end_tokens` determines the ids. `response_end_tokens` (`workers/rollout/prompts.py`) puts
 them into `meta_info["eos_token_id"]` of a generation, and `sampling_params` (same file) into
 `SamplingParams.eos_token_ids`. Every engine ends a response at `SamplingParams.end_token_ids`: these and
 `stop_token_ids` (`ignore_eos`: only `stop_token_ids`). Requests without `eos_token_id` use the engine's
@@ -29,11 +29,13 @@ _TOOL = {
 
 @dataclass(frozen=True)
 class EndTokens:
-    """Token ids that end a response, with the sources (generation config, tokenizer, …) that name each."""
+    """Token ids that end a response."""
 
     named_by: Mapping[int, tuple[str, ...]]
+    """By token id: the sources that name it (generation config, tokenizer, …)."""
     text_ids: frozenset[int] = frozenset()
-    """Ids of `stop_token_ids` that are text of the response: generation stops there, but the turn continues."""
+    """Ids of `stop_token_ids` that are ordinary text: generation stops there, but they belong to the response, and the
+    turn continues."""
 
     @property
     def ids(self) -> frozenset[int]:
@@ -42,7 +44,7 @@ class EndTokens:
 
     @property
     def turn_ids(self) -> frozenset[int]:
-        """Tokens that end a turn: they are no part of its text, and the next message may follow them."""
+        """Tokens that end a turn: they are not part of its text, and the next message may follow them."""
         return self.ids - self.text_ids
 
     def describe(self, tokenizer: Any, ignore_eos: bool = False) -> str:
@@ -51,7 +53,7 @@ class EndTokens:
             return "no token ends a response: all reach their length limit. Set rollout.stop_token_ids."
         ids = sorted(self.named_by)
         tokens = zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)
-        listed = ", ".join(f"{token} = {number} ({', '.join(self.named_by[number])})" for number, token in tokens)
+        listed = ", ".join(f"{token} = {token_id} ({', '.join(self.named_by[token_id])})" for token_id, token in tokens)
         only = "rollout.ignore_eos = True: only those of stop_token_ids end a response" if ignore_eos else ""
         return f"end tokens: {listed}. {only or 'Each of them ends a response'}."
 
@@ -67,25 +69,28 @@ def find_end_tokens(
 
     `path` is the model's folder, `model_config` its Hugging Face config; if both are None, only the tokenizer and its
     template are used. The template contributes the added tokens that it writes right after an answer and after a tool
-    call; if it writes none, the tokens that open the next message (GLM's role tokens). Ids that the model cannot sample
-    are left out; among `stop_token_ids` they are an error.
+    call; if it writes none, the tokens that open the next message (GLM's role tokens). Ids outside the model's
+    vocabulary are left out; among `stop_token_ids` they are a ValueError.
     """
-    vocab = None if model_config is None else getattr(model_config.get_text_config(decoder=True), "vocab_size", None)
+    vocab_size = (
+        None if model_config is None else getattr(model_config.get_text_config(decoder=True), "vocab_size", None)
+    )
     sources: dict[int, tuple[str, ...]] = {}
     for source, ids in _sources(path, model_config, tokenizer, template_kwargs or {}):
-        for number in ids:
-            if number >= 0 and (vocab is None or number < vocab) and source not in sources.get(number, ()):
-                sources[number] = (*sources.get(number, ()), source)
+        for token_id in ids:
+            in_vocab = token_id >= 0 and (vocab_size is None or token_id < vocab_size)
+            if in_vocab and source not in sources.get(token_id, ()):
+                sources[token_id] = (*sources.get(token_id, ()), source)
     stops = list(stop_token_ids)
     special = set() if tokenizer is None else _special_ids(tokenizer)
-    text_ids = frozenset(number for number in stops if number not in special and number not in sources)
-    for number in stops:
-        if number < 0 or (vocab is not None and number >= vocab):
+    text_ids = frozenset(token_id for token_id in stops if token_id not in special and token_id not in sources)
+    for token_id in stops:
+        if token_id < 0 or (vocab_size is not None and token_id >= vocab_size):
             raise ValueError(
-                f"actor_rollout_ref.rollout.stop_token_ids: {number} is no token of {path}, whose ids go from 0 to"
-                f" {(vocab or 0) - 1}. Correct it."
+                f"actor_rollout_ref.rollout.stop_token_ids: {token_id} is not a token id of {path or 'the tokenizer'}."
+                f" Use ids from 0{'' if vocab_size is None else f' to {vocab_size - 1}'}."
             )
-        sources[number] = (*sources.get(number, ()), "stop_token_ids")
+        sources[token_id] = (*sources.get(token_id, ()), "stop_token_ids")
     return EndTokens(sources, text_ids)
 
 
@@ -108,7 +113,7 @@ def _sources(
 
 
 def _template_ids(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[int]:
-    """The tokens with which the chat template ends turns, without and with tools."""
+    """Return the ids of the tokens with which the chat template ends turns, without and with tools."""
     if not (tokenizer.chat_template or template_kwargs.get("chat_template")):
         return []
     tokens: list[str] = []
@@ -118,7 +123,7 @@ def _template_ids(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[in
             tokens += TurnTemplate(tokenizer, tools, template_kwargs).end_tokens()
         except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
             errors.append(error)
-    if len(errors) == 2:
+    if len(errors) == 2:  # neither without nor with tools
         logger.warning(
             "the chat template cannot write an answer (%s: %s), so it names no end token. Set rollout.stop_token_ids to"
             " those that it uses, if the model's configuration does not name them.",
@@ -129,8 +134,9 @@ def _template_ids(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> list[in
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
+    """Return the ids of special tokens, including added ones that the tokenizer has no attribute for."""
     added = tokenizer.added_tokens_decoder.items()
-    return set(tokenizer.all_special_ids) | {number for number, token in added if token.special}
+    return set(tokenizer.all_special_ids) | {token_id for token_id, token in added if token.special}
 
 
 def _as_ids(value: int | Iterable[int] | None) -> list[int]:

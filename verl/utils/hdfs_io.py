@@ -12,14 +12,14 @@ from verl.utils.fs import filesystem_of
 
 def exists(path: str | os.PathLike[str]) -> bool:
     """Return whether a file or folder exists at `path`."""
-    fs, inside = filesystem_of(os.fspath(path))
-    return bool(fs.exists(inside))
+    fs, path_in_fs = filesystem_of(os.fspath(path))
+    return bool(fs.exists(path_in_fs))
 
 
 def makedirs(path: str | os.PathLike[str], exist_ok: bool = True) -> None:
-    """Create the folder and its parents; an existing one is an error only with `exist_ok=False`."""
-    fs, inside = filesystem_of(os.fspath(path))
-    fs.makedirs(inside, exist_ok=exist_ok)
+    """Create a folder and its parents. If it exists: FileExistsError with `exist_ok=False`."""
+    fs, path_in_fs = filesystem_of(os.fspath(path))
+    fs.makedirs(path_in_fs, exist_ok=exist_ok)
 
 
 def copy(src: str | os.PathLike[str], dst: str | os.PathLike[str]) -> str:

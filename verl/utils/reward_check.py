@@ -1,5 +1,8 @@
-"""`python -m verl.utils.reward_check FILE… [--n 64] [key=value …]`: can this reward be trusted? Alias of
-`verl.trainer.data_check`; the checks themselves are in `verl.workers.reward_manager.check`."""
+"""`python -m verl.utils.reward_check FILE… [--n 64] [key=value …]`: check a reward function on rows of data files.
+
+The command and the Python function (`check_files`) are implemented in `verl.trainer.data_check_command` and
+`verl.trainer.data_check`, the checks themselves in `verl.workers.reward_manager.check`.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Alias of `verl.sandbox`, and of `python -m verl.sandbox`."""
+"""The old name of `verl.sandbox`, also as a command (`python -m verl.utils.sandbox`)."""
 
 from verl.sandbox import REQUIRE, Isolation, IsolationMissing, Limits, Result, Sandbox, Session, Status, available
 from verl.sandbox.__main__ import main

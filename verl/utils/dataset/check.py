@@ -1,4 +1,8 @@
-"""`python -m verl.utils.dataset.check FILE… [key=value …]`: would these files train? Alias of `trainer.data_check`."""
+"""`python -m verl.utils.dataset.check FILE… [key=value …]`: check data files for training.
+
+The command and the Python function (`check_files`) are implemented in `verl.trainer.data_check_command` and
+`verl.trainer.data_check`.
+"""
 
 import sys
 
