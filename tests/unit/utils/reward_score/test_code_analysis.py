@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.utils.reward_score.code_tests.analysis import plan
+from verl.utils.reward_score.code_tests.analysis import plan_execution
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ from verl.utils.reward_score.code_tests.analysis import plan
     ],
 )
 def test_a_judge_executes_calls_on_plain_data(source, names):
-    result = plan(source)
+    result = plan_execution(source)
     assert result.reason is None
     assert result.names == names
 
@@ -68,12 +68,14 @@ def test_a_judge_executes_calls_on_plain_data(source, names):
     ],
 )
 def test_what_needs_the_interpreter_of_the_solution_is_forgeable(source):
-    assert plan(source).reason is not None
+    assert plan_execution(source).reason is not None
 
 
 def test_functions_of_the_task_are_not_taken_from_the_solution():
     prompt = "import math\nLIMIT = 3\ndef poly(xs, x):\n    return xs[0] + x\n\ndef root(xs):\n    '''Zero.'''\n"
-    result = plan("def check(candidate):\n    assert poly([1], candidate([1])) == 0\ncheck(root)", "", "root", prompt)
+    result = plan_execution(
+        "def check(candidate):\n    assert poly([1], candidate([1])) == 0\ncheck(root)", "", "root", prompt
+    )
     assert result.names == ["root"]
     assert "def poly" in result.prompt
     assert "def root" not in result.prompt
@@ -81,10 +83,10 @@ def test_functions_of_the_task_are_not_taken_from_the_solution():
 
 def test_constants_of_the_setup_stay_in_the_judge():
     setup = "import math\nN = 918273\ndef helper(x):\n    return x"
-    result = plan(f"{setup}\nassert f(1) == N", setup)
+    result = plan_execution(f"{setup}\nassert f(1) == N", setup)
     assert "918273" not in result.definitions
     assert "helper" in result.definitions
 
 
 def test_a_source_that_is_no_python_fails_in_the_judge():
-    assert plan("assert (").reason is None
+    assert plan_execution("assert (").reason is None

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from verl.utils.reward_score.code_tests.analysis import Plan, plan
+from verl.utils.reward_score.code_tests.analysis import ExecutionPlan, plan_execution
 
 # Field names of datasets for a list of assertions (MBPP: test_list).
 _ASSERT_FIELDS = ("asserts", "test_list", "assert_case")
@@ -90,7 +90,7 @@ class AssertTest:
 
     source: str
     token: str
-    plan: Plan
+    plan: ExecutionPlan
 
     @property
     def forgeable(self) -> bool:
@@ -171,7 +171,7 @@ def _humaneval(truth: Mapping[str, Any]) -> Test:
 
 
 # Cached: a group of responses has the same tests.
-_plan = functools.lru_cache(maxsize=4096)(plan)
+_plan = functools.lru_cache(maxsize=4096)(plan_execution)
 
 
 def _in_out(inputs: Any, outputs: Any, name: str | None) -> list[Test]:

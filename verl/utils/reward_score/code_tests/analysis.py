@@ -1,4 +1,4 @@
-"""Decide from the source of a test alone how it is executed: by a judge process, or beside the solution.
+"""Decide from the source of a test alone where it is executed: in a judge process, or in the solution's interpreter.
 
 A judge can execute a test that calls functions and methods of a solution and compares plain data. A test that needs
 the solution's own operators (`Point(1, 2) == Point(1, 2)`), or its frames, globals or imports, has to share an
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from verl.utils.reward_score.code_tests.driver import PRELUDE
 from verl.utils.reward_score.code_tests.proxies import ARRAY_METHODS
 
-# Names that reach into an interpreter, run text as code, or need objects that cannot be sent to another process.
+# Names that access the interpreter, run text as code, or need objects that cannot be sent to another process.
 _INTERPRETER_NAMES = (
     "globals locals vars eval exec compile __import__ inspect gc ctypes dis importlib builtins __builtins__ "
     "pickle marshal shelve dill yaml mock patch monkeypatch threading multiprocessing concurrent asyncio "
@@ -34,6 +34,7 @@ _ATTRIBUTE_NAMES = (
 _INTERPRETER_ATTRIBUTES = frozenset(_ATTRIBUTE_NAMES.split())
 _STANDARD = frozenset(sys.stdlib_module_names) | {"numpy", "pytest"}
 _ALIASES = {"np": "numpy"}
+# Names that tests use without importing them, as `module:name`.
 _KNOWN_TYPES = {
     name: f"{module}:{name}"
     for module, names in {
@@ -49,22 +50,25 @@ _KNOWN_TYPES = {
     }.items()
     for name in names
 }
-_COMPARING_NAMES = "sorted min max sum set frozenset hash dict Counter copy deepcopy abs round divmod pow"
-_COMPARING = frozenset(_COMPARING_NAMES.split())
-_CLASS = re.compile(r"_?[A-Z]\w*")
+# Functions that apply operators of their arguments: comparisons, hashes, arithmetic, copies.
+_OPERATOR_FUNCTION_NAMES = "sorted min max sum set frozenset hash dict Counter copy deepcopy abs round divmod pow"
+_OPERATOR_FUNCTIONS = frozenset(_OPERATOR_FUNCTION_NAMES.split())
+_CLASS_NAME = re.compile(r"_?[A-Z]\w*")
+# Attributes of plain data.
 _PLAIN_ATTRIBUTES = frozenset(
     name for kind in (str, bytes, int, float, complex, list, tuple, dict, set, frozenset) for name in dir(kind)
 ) | {"shape", "dtype", "popleft", "appendleft", "most_common", "__name__", "__doc__", *ARRAY_METHODS}
-# Comparisons of arrays that hold for an array of no items.
+# Comparisons that are true for an empty array.
 _BROADCASTING = frozenset(
     ["approx", "allclose", "isclose", "all", "assert_allclose", "assert_array_equal", "assert_almost_equal"]
 )
+# Exceptions that end the interpreter or the test instead of failing it.
 _CONTROL_FLOW = frozenset(["SystemExit", "KeyboardInterrupt", "GeneratorExit", "SkipTest"])
 _BUILTINS = frozenset(dir(builtins))
 
 
-def _prelude() -> tuple[frozenset[str], frozenset[str]]:
-    """Names that every test has, and those of them that are type hints only."""
+def _prelude_names() -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names that every test has, and those of them that are type hints only."""
     names: set[str] = set()
     hints: set[str] = set()
     for node in ast.parse(PRELUDE).body:
@@ -75,18 +79,19 @@ def _prelude() -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(names | hints), frozenset(hints - names)
 
 
-_PRELUDE, _TYPING = _prelude()
+_PRELUDE, _TYPING = _prelude_names()
 
 
 @dataclass
-class Plan:
-    """How a judge executes a test. `reason`: why it cannot, if so."""
+class ExecutionPlan:
+    """How a judge executes a test. Its fields are sent to the driver."""
 
     reason: str | None = None
+    """Why a judge cannot execute the test; None: it can."""
     names: list[str] = field(default_factory=list)
     """Names that the solution has to provide."""
     class_instances: list[str] = field(default_factory=list)
-    """Those of them whose results the test uses as objects of a class."""
+    """Those of `names` that are classes, or whose results the test uses as objects of a class."""
     modules: dict[str, str] = field(default_factory=dict)
     """Modules, and types as `module:name`, that the test uses without importing them."""
     definitions: str = ""
@@ -97,17 +102,17 @@ class Plan:
     """Functions that the task itself provides, which a solution cannot replace."""
 
 
-def plan(source: str, setup: str = "", entry_point: str | None = None, prompt: str = "") -> Plan:
-    """The plan for `source`, which includes `setup`. `entry_point`, `prompt`: of a HumanEval task."""
+def plan_execution(source: str, setup: str = "", entry_point: str | None = None, prompt: str = "") -> ExecutionPlan:
+    """Return the plan for a test. `source` includes `setup`; `entry_point`, `prompt`: of a HumanEval task."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return Plan()  # it fails in the judge as well
+        return ExecutionPlan()  # it fails in the judge as well
     helpers = _definitions(prompt, without=entry_point)
     broadcasts = _broadcasts(tree)
     usage = _NameUsage(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
-    return Plan(
-        reason=_needs_interpreter(tree) or usage.problem() or (_empty_display(tree) if broadcasts else None),
+    return ExecutionPlan(
+        reason=_interpreter_use(tree) or usage.problem() or (_empty_array(tree) if broadcasts else None),
         names=sorted(usage.provided),
         class_instances=sorted(usage.classes | usage.class_instances),
         modules=usage.modules,
@@ -118,6 +123,10 @@ def plan(source: str, setup: str = "", entry_point: str | None = None, prompt: s
 
 
 def _broadcasts(tree: ast.AST) -> bool:
+    """Return whether the test compares arrays such that an empty array equals every value.
+
+    `isclose` counts only beside numpy or pytest (math has one, too); the builtin `all` alone does not count.
+    """
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = {node.id if isinstance(node, ast.Name) else getattr(node, "attr", "") for node in calls}
     numeric = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"np", "numpy", "pytest"}
@@ -130,15 +139,19 @@ def _broadcasts(tree: ast.AST) -> bool:
     )
 
 
-def _empty_display(tree: ast.AST) -> str | None:
+def _empty_array(tree: ast.AST) -> str | None:
+    """Return why a judge cannot execute a test that broadcasts, if it contains an empty list or tuple."""
     for node in ast.walk(tree):
         if isinstance(node, ast.List | ast.Tuple) and not node.elts and isinstance(node.ctx, ast.Load):
-            return "it compares arrays of no items, which equal every number"
+            return "it compares empty arrays, which equal every number"
     return None
 
 
 def _definitions(source: str, without: str | None = None) -> list[ast.stmt]:
-    """Imports, functions and classes at the top of a source; constants stay away, they may be expected values."""
+    """Return imports, functions and classes at the top level of a source; no constants: they may be expected values.
+
+    `without`: name of a definition that is left out.
+    """
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -148,10 +161,12 @@ def _definitions(source: str, without: str | None = None) -> list[ast.stmt]:
 
 
 def _text(statements: Sequence[ast.stmt]) -> str:
+    """Return the source of statements."""
     return "\n".join(map(ast.unparse, statements))
 
 
-def _needs_interpreter(tree: ast.AST) -> str | None:
+def _interpreter_use(tree: ast.AST) -> str | None:
+    """Return why the test has to share an interpreter with the solution, or None."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Name):
@@ -189,7 +204,7 @@ class _NameUsage:
     def __init__(self, tree: ast.Module, entry_point: str | None, helpers: set[str]) -> None:
         self._tree = tree
         self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-        defined = helpers | set(_bound(tree))
+        defined = helpers | set(_bound_names(tree))
         loaded = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
         free = [node for node in loaded if node.id not in defined]
         self.modules = self._used_modules(free)
@@ -203,33 +218,34 @@ class _NameUsage:
             self.provided = self._innermost_calls(used)
         self._free = [node for node in free if node.id in self.provided]
         self.classes = {name for name in self.provided if self._is_class(name)}
-        self._aliases = self._parameters(entry_point)
+        self._aliases = self._aliases_of(entry_point)
         if entry_point in self.classes:
             self.classes |= self._aliases
         self._instances: set[str] = set()
         self._find_instances()
+        # By variable: the function whose result it holds.
         self._results: dict[str, str] = {
-            targets.id: value.func.id
-            for targets, value in _assignments(tree)
-            if isinstance(targets, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
+            target.id: value.func.id
+            for target, value in _assignments(tree)
+            if isinstance(target, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
         }
         self.class_instances = self._class_instances()
 
     def problem(self) -> str | None:
-        """Why the values of this test cannot be compared as plain data."""
+        """Return why the values of this test cannot be compared as plain data, or None."""
         for node in ast.walk(self._tree):
             operands = _operands(node)
             if any(map(self._is_instance, operands)):
                 return f"it applies an operator to an object of a class: {ast.unparse(node)[:80]}"
             if isinstance(node, ast.Compare) and sum(map(self._is_from_instance, operands)) > 1:
                 return f"it compares two values of a class: {ast.unparse(node)[:80]}"
-            if self._combines_results(node):
+            if self._combines_solution_results(node):
                 return f"it applies an operator to two results: {ast.unparse(node)[:80]}"
-            if self._judged_by_solution(node):
+            if self._compared_by_solution(node):
                 return f"a function of the solution takes another's result: {ast.unparse(node)[:80]}"
             if self._ambiguous_method(node):
                 return f"it uses a method that values and objects have: {ast.unparse(node)[:80]}"
-            if isinstance(node, ast.withitem) and self._provider(node.context_expr):
+            if isinstance(node, ast.withitem) and self._solution_name(node.context_expr):
                 return f"the solution handles exceptions: {ast.unparse(node)[:80]}"
         for node in self._free:
             parent = self._parents[node]
@@ -240,34 +256,35 @@ class _NameUsage:
                 return f"it takes the value of {node.id} from the solution"
         return None
 
-    def _provider(self, node: ast.AST) -> str | None:
-        """The name of the solution whose result an expression is."""
+    def _solution_name(self, node: ast.AST) -> str | None:
+        """Return the function or class of the solution whose result the expression is, or None."""
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else None
         else:
             name = self._results.get(node.id) if isinstance(node, ast.Name) else None
         return name if name in self.provided or name in self._aliases else None
 
-    def _combines_results(self, node: ast.AST) -> bool:
-        """An operator between two results: if they are objects, it is the solution's."""
+    def _combines_solution_results(self, node: ast.AST) -> bool:
+        """Return whether an operator is applied to two results of the solution, which may be objects that define it."""
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
             if all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
                 return False
-            results = [any(map(self._provider, _parts(side))) for side in sides]
+            results = [any(map(self._solution_name, _parts(side))) for side in sides]
             return any(map(operator.and_, results, results[1:]))
-        return sum(self._provider(operand) is not None for operand in _operands(node)) > 1
+        return sum(self._solution_name(operand) is not None for operand in _operands(node)) > 1
 
-    def _judged_by_solution(self, node: ast.AST) -> bool:
-        """`is_equal(f(2), 4)`: a function of the solution decides; not `decode(encode(x)) == x`."""
+    def _compared_by_solution(self, node: ast.AST) -> bool:
+        """Return whether a function of the solution decides about another's result: `is_equal(f(2), 4)`, but not
+        `decode(encode(x)) == x`."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id in self.classes:
             return False
-        provider = self._provider(node)
+        provider = self._solution_name(node)
         if provider is None:
             return False
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
         inner = [part for argument in arguments for part in ast.walk(argument)]
-        others = [part for part in inner if self._provider(part) not in (None, provider, *self.classes)]
+        others = [part for part in inner if self._solution_name(part) not in (None, provider, *self.classes)]
         if not others:
             return False
         parent = self._parents[node]
@@ -278,19 +295,23 @@ class _NameUsage:
         return not (compared and all(part in arguments for part in others))
 
     def _ambiguous_method(self, node: ast.AST) -> bool:
-        """A method of plain values, used on what may be an object: a result with other methods, or one of a class."""
+        """Return whether a method of plain data is called on a value that may be an object.
+
+        That is a result with other methods, or a value that an object of a class returns.
+        """
         if not isinstance(node, ast.Attribute) or node.attr not in _PLAIN_ATTRIBUTES or node.attr.startswith("__"):
             return False
-        owner = self._provider(node.value)
+        owner = self._solution_name(node.value)
         if owner is not None:
             call = self._parents[node]
             statement = isinstance(call, ast.Call) and isinstance(self._parents[call], ast.Expr)
             return owner in self.class_instances and owner not in self.classes and not statement
         value = node.value
         derived = isinstance(value, ast.Attribute | ast.Call) and not self._is_instance(value)
-        return derived and self._is_from_instance(value) and not isinstance(value, ast.Name)
+        return derived and self._is_from_instance(value)
 
     def _used_modules(self, free: list[ast.Name]) -> dict[str, str]:
+        """Return the modules and known types that the test uses without importing them: see `ExecutionPlan.modules`."""
         modules = {}
         others = {node.id for node in free if node.id not in _BUILTINS and node.id not in _PRELUDE}
         for node in free:
@@ -303,25 +324,27 @@ class _NameUsage:
         return modules
 
     def _innermost_calls(self, names: set[str]) -> set[str]:
+        """Return the first of `names` that is called without another one in its arguments, as a set."""
         calls = [node for node in ast.walk(self._tree) if isinstance(node, ast.Call)]
         called = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in names]
         inner = [call for call in called if not any(other in ast.walk(call) for other in called if other is not call)]
         return {call.func.id for call in inner[:1] if isinstance(call.func, ast.Name)}
 
     def _is_class(self, name: str) -> bool:
+        """Return whether the test uses a name of the solution like a class, or it is written in CamelCase."""
         for node in self._free:
             parent = self._parents[node]
             if node.id == name and (
                 isinstance(parent, ast.ExceptHandler)
-                or (isinstance(parent, ast.Call) and parent.func is node and _CLASS.fullmatch(name))
-                or (isinstance(parent, ast.Attribute) and _CLASS.fullmatch(name))
+                or (isinstance(parent, ast.Call) and parent.func is node and _CLASS_NAME.fullmatch(name))
+                or (isinstance(parent, ast.Attribute) and _CLASS_NAME.fullmatch(name))
                 or (isinstance(parent, ast.Call) and ast.unparse(parent.func) in ("isinstance", "issubclass"))
             ):
                 return True
-        return bool(_CLASS.fullmatch(name)) and name.lower() != name and any(char.islower() for char in name)
+        return bool(_CLASS_NAME.fullmatch(name)) and name.lower() != name and any(char.islower() for char in name)
 
-    def _parameters(self, entry_point: str | None) -> set[str]:
-        """The names under which functions of the test know the entry point."""
+    def _aliases_of(self, entry_point: str | None) -> set[str]:
+        """Return the parameters of the test's functions that the entry point is passed as."""
         functions = {node.name: node for node in self._tree.body if isinstance(node, ast.FunctionDef)}
         parameters = set()
         for node in ast.walk(self._tree):
@@ -335,22 +358,23 @@ class _NameUsage:
         """Find the variables that hold objects of the solution's classes, or containers of them."""
         while True:
             before = set(self._instances)
-            for targets, value in _assignments(self._tree):
+            for target, value in _assignments(self._tree):
                 if any(map(self._is_instance, _parts(value))):
-                    self._instances |= {node.id for node in ast.walk(targets) if isinstance(node, ast.Name)}
+                    self._instances |= {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
             if self._instances == before:
                 return
 
     def _is_instance(self, node: ast.expr) -> bool:
+        """Return whether an expression is a class of the solution, an object of it, or an attribute of the class."""
         if isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Name) and node.func.id in _COMPARING:
-                return False
-            return isinstance(node.func, ast.Name) and node.func.id in self.classes
+            name = node.func.id if isinstance(node.func, ast.Name) else None
+            return name in self.classes and name not in _OPERATOR_FUNCTIONS
         if isinstance(node, ast.Attribute):
             return isinstance(node.value, ast.Name) and node.value.id in self.classes
         return isinstance(node, ast.Name) and (node.id in self._instances or node.id in self.classes)
 
     def _is_from_instance(self, node: ast.expr) -> bool:
+        """Return whether an expression consists of attributes, calls and items of an object."""
         while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
             if self._is_instance(node):
                 return True
@@ -358,23 +382,20 @@ class _NameUsage:
         return self._is_instance(node)
 
     def _class_instances(self) -> set[str]:
-        """Functions, and so classes in lower case, on whose results the test uses methods that plain values lack."""
-        constructors = {}
-        for targets, value in _assignments(self._tree):
-            if isinstance(targets, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-                constructors[targets.id] = value.func.id
+        """Return the functions (also classes with lower-case names) on whose results the test uses methods that plain
+        data does not have."""
         functions = set()
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Attribute) and node.attr not in _PLAIN_ATTRIBUTES:
                 if isinstance(node.value, ast.Name):
-                    functions.add(constructors.get(node.value.id, node.value.id))
+                    functions.add(self._results.get(node.value.id, node.value.id))
                 elif isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name):
                     functions.add(node.value.func.id)
         return functions & self.provided
 
 
-def _bound(tree: ast.AST) -> Iterator[str]:
-    """Names that a source binds itself."""
+def _bound_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a source binds itself."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node.id
@@ -390,6 +411,7 @@ def _bound(tree: ast.AST) -> Iterator[str]:
 
 
 def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield (target, value); for loops and comprehensions, the value is the iterable."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -405,7 +427,8 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def _parts(value: ast.expr) -> Iterator[ast.expr]:
-    """A value, and what it contains if it is a display or a comprehension."""
+    """Yield a value and, recursively, the values that it contains (list, tuple, set, dict, comprehension, `a if b else
+    c`)."""
     yield value
     if isinstance(value, ast.List | ast.Tuple | ast.Set):
         for item in value.elts:
@@ -420,9 +443,9 @@ def _parts(value: ast.expr) -> Iterator[ast.expr]:
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:
-    """Values that an operator, or a function that compares, is applied to."""
+    """Return the values that an operator, or one of `_OPERATOR_FUNCTIONS`, is applied to."""
     if isinstance(node, ast.Compare):
-        if all(isinstance(operator, ast.Is | ast.IsNot) for operator in node.ops):
+        if all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
             return []
         return [part for operand in (node.left, *node.comparators) for part in _parts(operand)]
     if isinstance(node, ast.BinOp):
@@ -433,7 +456,7 @@ def _operands(node: ast.AST) -> list[ast.expr]:
         return [node.operand]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
         name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
-        if name in _COMPARING and (isinstance(node.func, ast.Name) or name in ("copy", "deepcopy")):
+        if name in _OPERATOR_FUNCTIONS and (isinstance(node.func, ast.Name) or name in ("copy", "deepcopy")):
             return [part for argument in node.args for part in _parts(argument)]
     if isinstance(node, ast.Dict):
         return [key for key in node.keys if key is not None]
