@@ -266,7 +266,7 @@ class _TensorLookup:
     def __post_init__(self) -> None:
         named = dict(self.skeleton.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
-        for name in self.export.memory:
+        for name in self.export.weights:
             if name in named:
                 first[id(named[name])] = name
         self.aliases = {name: first[id(value)] for name, value in named.items() if first.get(id(value), name) != name}
@@ -278,8 +278,8 @@ class _TensorLookup:
         converter = _GroupConverter(self.export, self._in_memory)
         tensors: dict[str, LazyTensor] = {}
         for name in self.export.files.order:
-            like, sources = self.export.stored[name]
-            value = self._unconverted(name) if self.export.memory.get(name) is like else self._converted(name)
+            like, sources = self.export.exported[name]
+            value = self._unconverted(name) if self.export.weights.get(name) is like else self._converted(name)
             if value is None and all(self._in_memory(source) is not None for source in sources):
                 value = _ConvertedTensor(tuple(like.shape), like.dtype, name, converter)
             if value is not None:
@@ -296,7 +296,7 @@ class _TensorLookup:
 
     def _converted(self, name: str) -> LazyTensor | None:
         """Return a tensor that the checkpoint contains in the format of files."""
-        return self._lookup(name) if name not in self.export.memory else None
+        return self._lookup(name) if name not in self.export.weights else None
 
     def _in_memory(self, name: str) -> LazyTensor | None:
         """Return the tensor with this name in memory, merged with its adapter."""
@@ -333,10 +333,10 @@ class _TensorLookup:
             if name not in self.used and not _OBSOLETE.fullmatch(name)
         }
         stored = {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in {**tensors, **surplus}.items()}
-        expected = {name: TensorSpec(tuple(like.shape), like.dtype) for name, (like, _) in self.export.stored.items()}
+        expected = {name: TensorSpec(tuple(like.shape), like.dtype) for name, (like, _) in self.export.exported.items()}
         problems = tensor_differences(stored, expected)
         adapters = self.checkpoint.adapters.matrices if self.checkpoint.adapters is not None else {}
-        if stray := sorted(layer for layer in adapters if f"{layer}.weight" not in self.export.memory):
+        if stray := sorted(layer for layer in adapters if f"{layer}.weight" not in self.export.weights):
             problems.append(f"adapters of layers that the model does not have: {', '.join(stray[:4])}")
         if problems:
             raise ValueError(
@@ -354,14 +354,14 @@ class _GroupConverter:
         self._cached: dict[str, torch.Tensor] = {}
 
     def convert(self, name: str) -> torch.Tensor:
-        sources = self._export.stored[name][1]
+        sources = self._export.exported[name][1]
         if sources != self._sources:
             self._cached, self._sources = {}, sources
-            self._cached = self._export.converted({source: self._read(source) for source in sources})
+            self._cached = self._export.convert({source: self._read(source) for source in sources})
         return self._cached[name]
 
     def _read(self, name: str) -> torch.Tensor:
-        stored, like = self._find(name), self._export.memory[name]
+        stored, like = self._find(name), self._export.weights[name]
         assert stored is not None
         if tuple(stored.shape) != tuple(like.shape):
             raise ValueError(

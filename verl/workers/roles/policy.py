@@ -41,7 +41,7 @@ from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender, In
 
 logger = logging.getLogger(__name__)
 
-PARTS = {
+PARTS_OF_ROLE = {
     "actor": {"actor"},
     "rollout": {"rollout"},
     "ref": {"ref"},
@@ -54,10 +54,10 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     """One rank of the policy with the parts of `role`: actor, rollout, ref, actor_rollout, actor_rollout_ref."""
 
     def __init__(self, config: Any, role: str) -> None:
-        if str(role) not in PARTS:
-            raise ValueError(f"ActorRolloutRefWorker: role {role!r}; use one of {sorted(PARTS)}.")
+        if str(role) not in PARTS_OF_ROLE:
+            raise ValueError(f"ActorRolloutRefWorker: role {role!r}; use one of {sorted(PARTS_OF_ROLE)}.")
         self.config = as_config(ActorRolloutRefConfig, config)
-        self.parts = PARTS[str(role)]
+        self.parts = PARTS_OF_ROLE[str(role)]
         self.rollout: Any = None
         self._rollout_version = -1
         self._policy_version = 0

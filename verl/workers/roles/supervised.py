@@ -16,7 +16,7 @@ from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
-from verl.workers.engine.common.optim import RECOMPILES, REFUSED, SKIPPED
+from verl.workers.engine.common.optim import NON_FINITE, RECOMPILES, REFUSED
 from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.training import CheckpointedWorker, infer_columns, start_engine
 from verl.workers.rollout.engine_host import EngineHost
@@ -49,7 +49,7 @@ class SupervisedWorker(CheckpointedWorker):
         metrics: dict[str, Any] = {
             "train/grad_norm": step["grad_norm"],
             "train/lr": step["lr"],
-            "train/skipped_steps": step[SKIPPED] + step[REFUSED],
+            "train/skipped_steps": step[NON_FINITE] + step[REFUSED],
         }
         if RECOMPILES in step:
             metrics["perf/recompiles"] = step[RECOMPILES]

@@ -17,7 +17,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.progress import expect
 from verl.workers.engine.base import TOP_K_FIELDS, LossFn, Metrics, MicroBatching, TrainEngine
 from verl.workers.engine.common.groups import max_over_ranks
-from verl.workers.engine.common.optim import EMPTY, REASONS, RECOMPILES, REFUSED, SEARCHING, SKIPPED
+from verl.workers.engine.common.optim import EMPTY, NON_FINITE, REASONS, RECOMPILES, REFUSED, SEARCHING
 
 # Additional names of metrics, as used in existing dashboards.
 ALIASES = {
@@ -59,7 +59,7 @@ def run_epochs(
         if not any(step[reason] for reason in REASONS):
             last_taken = index
     # A non-finite gradient of the last step may be caused by the batch, or by weights that are no longer finite.
-    if not engine.weights_finite(thorough=bool(step[SKIPPED] or step[SEARCHING])):
+    if not engine.weights_finite(thorough=bool(step[NON_FINITE] or step[SEARCHING])):
         totals[f"{prefix}/{LOST_AT}"] = [(float(last_taken), 1.0)]
     for reason in (EMPTY, SEARCHING, REFUSED):  # rare: reported only if they occurred
         if not any(count for count, _ in totals[f"{prefix}/{reason}_steps"]):

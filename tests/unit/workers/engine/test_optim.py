@@ -7,9 +7,9 @@ import torch
 
 from verl.config import OptimConfig, as_config
 from verl.workers.engine.common.optim import (
+    NON_FINITE,
     REFUSED,
     SEARCHING,
-    SKIPPED,
     LossScale,
     build_optimizer,
     build_schedule,
@@ -93,7 +93,7 @@ def test_a_search_for_a_loss_scale_that_does_not_end_is_a_broken_gradient():
     for _ in range(40):
         reasons.append(skip_reason(8.0, math.nan, scale.can_decrease, lr=1e-6, weight_rms=0.02))
         scale.update(finite=False)
-    assert reasons == [SEARCHING] * 32 + [SKIPPED] * 8
+    assert reasons == [SEARCHING] * 32 + [NON_FINITE] * 8
     assert not LossScale(torch.bfloat16).can_decrease
 
 

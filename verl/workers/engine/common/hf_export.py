@@ -20,9 +20,9 @@ from verl.models.loading import ValueModel
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 
-Gather = Callable[[str], "torch.Tensor | None"]
-"""Returns the full weight of this name (in memory) on rank 0, None on other ranks. A collective."""
-# Functions from a weight's name to the group of weights that are converted together: one weight, a layer, or all.
+GatherWeight = Callable[[str], "torch.Tensor | None"]
+"""Returns the full weight of this name on rank 0, None on other ranks. A collective."""
+# Functions from a weight's name to the key of its group: groups of one weight, of one layer, or of all weights.
 _GROUP_KEYS: tuple[Callable[[str], str], ...] = (
     lambda name: name,
     lambda name: layer[0] if (layer := re.match(r".*?\.\d+\.", name)) else name,
@@ -31,21 +31,23 @@ _GROUP_KEYS: tuple[Callable[[str], str], ...] = (
 
 
 class HFExport:
-    """Layout of a model's Hugging Face files: names, source tensors in memory, and their distribution over files.
+    """Writes a model's Hugging Face files.
 
-    Weights are gathered and written one by one, so that no rank holds the whole model. A value model is written as a
-    token classifier with one label.
+    A weight may have another name, and be fused with others, in the model than in the files. Weights are gathered and
+    written one by one, so that no rank holds the whole model. A value model is written as a token classifier with one
+    label.
     """
 
     def __init__(
         self, skeleton: nn.Module, dtype: torch.dtype, source: str = "", max_shard_size: int | str = "5GB"
     ) -> None:
-        """`skeleton`: the model on the meta device; `dtype`: that of the files; `source`: its original folder."""
+        """`skeleton`: the model on the meta device. `dtype`: of the weights in the files. `source`: the folder that the
+        model was loaded from, of which the generation config is copied. `max_shard_size`: of one file."""
         self._model: Any = skeleton
         self.dtype, self._source, self._max_shard_size = dtype, source, max_shard_size
 
-    def write(self, gather: Gather, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """Write all files; `gather` returns weights in `dtype`. A collective of `group`."""
+    def write(self, gather: GatherWeight, folder: Path, group: dist.ProcessGroup | None) -> None:
+        """Write all files on rank 0; `gather` returns weights in `dtype`. A collective of `group`."""
         tensors = self._tensors(gather)
         with groups.raise_on_all_ranks(group):
             try:
@@ -53,59 +55,59 @@ class HFExport:
                     self.write_configs(folder)
                     self.files.write(tensors, folder)
             finally:
-                for _ in tensors:  # after an error, other ranks still send the remaining weights
+                for _ in tensors:  # after an error too: gathering the remaining weights is a collective
                     pass
 
     @cached_property
     def files(self) -> WeightFiles:
-        """The files and their tensors."""
-        return WeightFiles.from_tensors({name: like for name, (like, _) in self.stored.items()}, self._max_shard_size)
+        """The weight files and their tensors."""
+        return WeightFiles.from_tensors({name: meta for name, (meta, _) in self.exported.items()}, self._max_shard_size)
 
-    def _tensors(self, gather: Gather) -> Iterator[Any]:
-        """Yield the tensors in file order; on ranks other than 0 None, in lockstep."""
-        converted: dict[str, Any] = {}
+    def _tensors(self, gather: GatherWeight) -> Iterator[Any]:
+        """Yield the tensors in the order of `files`; None on other ranks than 0. Every step is a collective."""
+        group: dict[str, Any] = {}
         sources: tuple[str, ...] = ()
         for name in self.files.order:
-            if self.stored[name][1] != sources:
-                converted, sources = {}, self.stored[name][1]
+            if self.exported[name][1] != sources:
+                group, sources = {}, self.exported[name][1]  # free the last group before the next is gathered
                 weights = {source: gather(source) for source in sources}
-                converted = self.converted(weights) if dist.get_rank() == 0 else {}
-            yield converted.pop(name, None)
+                group = self.convert(weights) if dist.get_rank() == 0 else {}
+            yield group.pop(name, None)
 
     @cached_property
-    def memory(self) -> dict[str, torch.Tensor]:
-        """Meta tensors in `dtype` by name in memory."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Meta tensors of the model's weights in `dtype`, by name in the model."""
         return {
             name: torch.empty(
                 value.shape, dtype=self.dtype if value.is_floating_point() else value.dtype, device="meta"
             )
-            for name, value in self._in_memory().items()
+            for name, value in self._state_dict().items()
         }
 
     @cached_property
-    def stored(self) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
-        """By name in the files: a meta tensor, and the names in memory of the tensors it is converted from.
+    def exported(self) -> dict[str, tuple[torch.Tensor, tuple[str, ...]]]:
+        """By name in the files: a meta tensor, and the names in the model of the weights it is converted from.
 
         Weights are converted in the smallest groups that give the same files as a conversion of all weights at once. A
-        tensor that is not converted is the same object as in `memory`.
+        tensor that is not converted is the same object as in `weights`.
         """
-        memory = self.memory
-        expected = {name: value.shape for name, value in self.converted(memory).items()}
+        weights = self.weights
+        expected = {name: value.shape for name, value in self.convert(weights).items()}
         for group_key in _GROUP_KEYS:
             grouped: dict[str, list[str]] = {}
-            for name in memory:
+            for name in weights:
                 grouped.setdefault(group_key(name), []).append(name)
-            stored = {
+            exported = {
                 name: (value, tuple(sources))
                 for sources in grouped.values()
-                for name, value in self.converted({source: memory[source] for source in sources}).items()
+                for name, value in self.convert({source: weights[source] for source in sources}).items()
             }
-            if {name: value.shape for name, (value, _) in stored.items()} == expected:
-                return stored
-        raise AssertionError("one group of all weights is the expected conversion itself")
+            if {name: value.shape for name, (value, _) in exported.items()} == expected:
+                return exported
+        raise AssertionError("unreachable: the last group has all weights, as the expected conversion")
 
-    def _in_memory(self) -> Mapping[str, torch.Tensor]:
-        """Return the stored tensors of the model; tied tensors once."""
+    def _state_dict(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of the model that are saved; tied tensors once."""
         if isinstance(self._model, ValueModel):
             return self._model.state_dict()
         from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -114,8 +116,8 @@ class HFExport:
         state = {name: value for name, value in self._model.state_dict().items() if name not in ignored}
         return remove_tied_weights_from_state_dict(state, self._model)
 
-    def converted(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors as `save_pretrained` stores them: fused tensors are split."""
+    def convert(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors as `save_pretrained` stores them, by name in the files: fused tensors are split."""
         if isinstance(self._model, ValueModel):
             return state
         from transformers.core_model_loading import revert_weight_conversion
@@ -123,7 +125,7 @@ class HFExport:
         return dict(revert_weight_conversion(self._model, state))
 
     def write_configs(self, folder: Path) -> None:
-        """Write config files, and the code of models with remote code."""
+        """Write config files and, for models with remote code, their code."""
         model = self._model
         if isinstance(model, ValueModel):
             _write_classifier_config(model, folder)
@@ -132,12 +134,12 @@ class HFExport:
         if generation is not None and model.can_generate():
             model.generation_config = generation
         with _no_progress_bar():
-            model.save_pretrained(folder, state_dict={})
+            model.save_pretrained(folder, state_dict={})  # configs only
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers would show a progress bar of 0 weights."""
+    """Hide the progress bar of `save_pretrained`, which writes no weights here."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -152,7 +154,7 @@ def _no_progress_bar() -> Iterator[None]:
 def _write_classifier_config(model: ValueModel, folder: Path) -> None:
     from transformers import AutoModelForTokenClassification
 
-    config = type(model.config).from_dict(model.config.to_dict())
+    config = type(model.config).from_dict(model.config.to_dict())  # a copy
     config.num_labels = 1
     classifier = AutoModelForTokenClassification._model_mapping.get(type(config), None)
     config.architectures = [classifier.__name__] if classifier is not None else None
@@ -181,6 +183,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+# The header of a safetensors file is padded to a multiple of this, so that tensors are aligned.
 _ALIGNMENT = 8
 
 
@@ -189,7 +192,7 @@ class WeightFiles:
     """Names and tensors of safetensors files, in writing order."""
 
     files: Mapping[str, Mapping[str, torch.Tensor]]
-    """By file name and tensor name; tensors, possibly on the meta device, define shape and dtype."""
+    """By file name and tensor name: tensors, possibly on the meta device, that define shape and dtype."""
     index: Mapping[str, Any] | None
     """Contents of model.safetensors.index.json; None for a single file."""
 

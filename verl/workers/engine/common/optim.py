@@ -1,4 +1,4 @@
-"""AdamW: schedule, loss scale for float16, moments in bfloat16, and the checks before a step."""
+"""AdamW: learning rate schedule, loss scale for float16, moments in bfloat16, and the checks before a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
 
 
 def build_schedule(optimizer: Optimizer, optim: OptimConfig, total_steps: int | None) -> LambdaLR:
-    """Return a schedule: linear warm-up, then constant or cosine. `total_training_steps` overrides `total_steps`."""
+    """Return the learning rate schedule: linear warm-up, then constant or cosine.
+
+    `total_steps`: optimizer steps of the run, if known; `optim.total_training_steps` overrides it.
+    """
     steps = optim.total_training_steps or total_steps
     warmup = optim.lr_warmup_steps
     if warmup <= 0 and optim.lr_warmup_steps_ratio > 0:
@@ -55,6 +58,7 @@ class LossScale:
     """
 
     SMALLEST = 2.0**-16
+    """Smallest value: an overflow at this scale is not caused by the scale."""
 
     def __init__(self, dtype: torch.dtype, patience: int = 200) -> None:
         self.value = 2.0**16 if dtype == torch.float16 else 1.0
@@ -64,10 +68,11 @@ class LossScale:
 
     @property
     def can_decrease(self) -> bool:
-        """Whether a smaller scale remains to be tried after an overflow."""
+        """Whether a smaller scale can be tried after an overflow."""
         return self._adapts and self.value > self.SMALLEST
 
     def update(self, finite: bool) -> None:
+        """Adapt the scale after a step. `finite`: whether all gradients were finite."""
         if not self._adapts:
             return
         self._finite_steps = self._finite_steps + 1 if finite else 0
@@ -77,7 +82,7 @@ class LossScale:
             self.value, self._finite_steps = self.value * 2, 0
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value, "good_steps": self._finite_steps}
+        return {"value": self.value, "good_steps": self._finite_steps}  # names in existing checkpoints
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         if self._adapts:
@@ -91,8 +96,10 @@ def _require_steps(steps: int | None, key: str) -> int:
 
 
 def sum_of_squares(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """Return the sum of squares of the tensors that are not None, float64; not finite if an element or its square is
-    not finite."""
+    """Return the sum of squares of the elements of all tensors that are not None, in float64.
+
+    It is not finite if an element or its square is not finite.
+    """
     present = [value.detach() for value in tensors if value is not None]
     if not present:
         return torch.zeros((), dtype=torch.float64)
@@ -124,9 +131,9 @@ class Float32Moments:
         torch._foreach_copy_(self._expanded, self._stored)
         self._set_moments(self._expanded)
 
-    def store(self, noise: torch.Generator) -> None:
-        """Round the moments to bfloat16 and put them back into the optimizer state."""
-        round_stochastically(self._flat, noise)
+    def store(self, generator: torch.Generator) -> None:
+        """Round the moments to bfloat16 and put them back into the optimizer state. `generator`: of the rounding."""
+        round_stochastically(self._flat, generator)
         torch._foreach_copy_(self._stored, self._expanded)
         self._set_moments(self._stored)
 
@@ -137,48 +144,51 @@ class Float32Moments:
                 state[key] = next(values)
 
 
-def round_stochastically(values: torch.Tensor, noise: torch.Generator) -> None:
+def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> None:
     """Round float32 `values` in place to one of their two bfloat16 neighbours; the nearer one is the more likely.
 
-    bfloat16 is float32 without its last 16 bits; a random number added to those carries with the right probability.
+    bfloat16 is float32 without its last 16 bits. A random number is added to these bits; the probability of a carry is
+    the fraction that they stand for.
     """
     bits = values.view(torch.int32)
-    bits.add_(torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=noise))
+    bits.add_(torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device, generator=generator))
     bits.bitwise_and_(-(1 << 16))
 
 
+# Reasons not to take an optimizer step, as names of metrics.
 EMPTY = "empty"
 """No token of the step has a loss: the gradient is 0, and AdamW's momentum alone would move the weights."""
-SKIPPED = "skipped"
+NON_FINITE = "skipped"
 """The gradient is not finite."""
 SEARCHING = "loss_scale_search"
 """float16 gradients overflowed, and the loss scale can still decrease."""
 REFUSED = "refused"
 """The learning rate is so large compared with the weights that the step would destroy them."""
-REASONS = (SKIPPED, EMPTY, SEARCHING, REFUSED)
+REASONS = (NON_FINITE, EMPTY, SEARCHING, REFUSED)
 """Reasons not to take an optimizer step."""
 RECOMPILES = "recompiles"
-"""Graphs compiled since the step before, in the result of a step of compiled layers."""
+"""Key in the result of a step with compiled layers: number of graphs compiled since the last step."""
 
-# AdamW moves every weight by about the learning rate. A step of more than a hundred times the typical weight destroys
-# it; weights that start at 0 (adapters) count as 0.01.
+# AdamW moves every weight by about the learning rate. A step of more than a hundred times the root mean square of the
+# weights destroys the model; weights that start at 0 (adapters) count as 0.01.
 _MAX_RELATIVE_STEP, _MIN_WEIGHT_RMS = 100.0, 0.01
 
 
 def skip_reason(tokens: float, grad_norm: float, scale_can_decrease: bool, lr: float, weight_rms: float) -> str | None:
-    """Return which of `REASONS` applies to a step on `tokens` tokens over all ranks, or None to take the step.
+    """Return which of `REASONS` applies to a step, or None to take the step.
 
-    The arguments are the same on every rank, so all ranks agree.
+    `tokens`: with a loss, over all ranks. `weight_rms`: root mean square of the trained weights. The arguments are the
+    same on every rank, so all ranks agree.
     """
     if tokens == 0:
         return EMPTY
     if not math.isfinite(grad_norm):
-        return SEARCHING if scale_can_decrease else SKIPPED
+        return SEARCHING if scale_can_decrease else NON_FINITE
     if lr > _MAX_RELATIVE_STEP * max(weight_rms, _MIN_WEIGHT_RMS):
         return REFUSED
     return None
 
 
 def step_metrics(grad_norm: float, lr: float, reason: str | None) -> dict[str, float]:
-    """Return the result of `TrainEngine.optimizer_step`."""
+    """Return the result of `TrainEngine.optimizer_step`. `reason`: of `skip_reason`."""
     return {"grad_norm": grad_norm, "lr": lr} | {name: float(name == reason) for name in REASONS}

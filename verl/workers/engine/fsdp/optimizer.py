@@ -98,12 +98,12 @@ class ShardedAdamW:
         for name in names:
             if not self.adamw.state[self._shards[name]]:
                 self._init_state(name)
-        noise = torch.Generator(local_shard(self._named[names[0]]).device).manual_seed(self._steps)
+        generator = torch.Generator(local_shard(self._named[names[0]]).device).manual_seed(self._steps)
         sizes = ((name, local_shard(self._named[name]).numel()) for name in names)
         for portion in bucketed(sizes, PORTION):
             moments = Float32Moments([self.adamw.state[self._shards[name]] for name in portion])
             self._step(portion)
-            moments.store(noise)
+            moments.store(generator)
         self._steps += 1
 
     def zero_grad(self) -> None:
