@@ -41,6 +41,7 @@ from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender, In
 
 logger = logging.getLogger(__name__)
 
+# By role: the engines of a worker.
 PARTS_OF_ROLE = {
     "actor": {"actor"},
     "rollout": {"rollout"},
@@ -60,9 +61,13 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         self.parts = PARTS_OF_ROLE[str(role)]
         self.rollout: Any = None
         self._rollout_version = -1
+        """Version of the engine's weights; -1: the engine has none."""
         self._policy_version = 0
+        """Version of the last weight sync."""
         self._actor_changed = False
+        """Whether the actor was trained or loaded since the last weight sync."""
         self._kv_freed = False
+        """Whether `pause_rollout` has freed the KV cache."""
         self._sender: BroadcastSender | None = None
         self._receiver: BroadcastReceiver | None = None
         self.host: EngineHost | None = None
@@ -111,18 +116,21 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def update_actor(
         self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
     ) -> DataProto:
-        """Train `ppo_epochs` epochs; metrics in `meta_info["metrics"]`. Arguments override the configuration.
+        """Train on a batch for `ppo_epochs` epochs and return metrics in `meta_info["metrics"]`. Arguments override the
+        configuration.
 
-        Without `old_log_probs` in the batch, they are computed by this pass and returned; the update must then be one
-        optimizer step.
+        Without `old_log_probs` in the batch, this pass computes and returns them; the update must then be one optimizer
+        step.
         """
         actor = self.config.actor
         epochs = actor.ppo_epochs if ppo_epochs is None else ppo_epochs
         mini_batches = mini_batches_of_call(
             data, ppo_mini_batch_size, actor.ppo_mini_batch_size, self.config.rollout.n, self.engine
         )
-        own = "old_log_probs" not in data.batch.keys()
-        loss = PolicyLoss(actor, own, data.meta_info.get("distillation"), data.meta_info.get("correction"))
+        own_old_log_probs = "old_log_probs" not in data.batch.keys()
+        loss = PolicyLoss(
+            actor, own_old_log_probs, data.meta_info.get("distillation"), data.meta_info.get("correction")
+        )
         if loss.own_old_log_probs:
             if epochs * len(mini_batches) > 1:
                 raise ValueError(
@@ -130,7 +138,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 )
             data.batch[ROW] = torch.arange(len(data))
         self._actor_changed = True
-        # With its own old log-probs, mode R2 would replay the experts of the same pass.
+        # Experts of R2 come from compute_log_prob, which did not run if this pass computes the old log-probs.
         require_experts(actor, data, ("R3",) if loss.own_old_log_probs else ("R2", "R3"))
         with self.engine.on_device():
             result = run_epochs(
@@ -158,6 +166,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             return infer_columns(engine, data, columns, self._temperature(data), micro)
 
     def mesh_place(self, name: str) -> MeshPlace:
+        """Raise ValueError with a remedy for calls that need a reference policy on a worker without one."""
         if name == "ref" and name not in self._meshes:
             raise ValueError(
                 f"compute_ref_log_prob: this worker ({sorted(self.parts)}) has no reference policy. Call it on"
@@ -187,7 +196,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self.check_cancelled()
             return with_object_columns(generated, prompts)
         finally:
-            # Also after a failure: the run may continue, and all ranks that share an engine must release.
+            # After a failure too: the run may continue, and all ranks that share an engine must release.
             self._release_kv()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -195,7 +204,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def begin_generation(self) -> str:
         """Open `host`, which executes rollout jobs and requests of EngineClients until `end_generation`; return its id.
 
-        Generation may stay open for many steps, during training and weight syncs. No effect if the host is open.
+        It may stay open for many steps, during training and weight syncs. No effect if it is open already.
         """
         if self.host is None or self.host.closed:
             self._free_device_cache()
@@ -218,10 +227,12 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         return EngineHost(self.rollout, partial(empty_experts, self.config.model, self.config.rollout))
 
     def _release_kv(self) -> None:
+        """Free the KV cache if training uses the same devices and the configuration allows it."""
         if self.config.rollout.free_cache_engine and "actor" in self.parts:
             self.rollout.release(["kv_cache"])
 
     def _engine_load(self) -> Load | None:
+        """Return the load of this rank's engine for `RankUsage`; None if it has none, or another rank reports it."""
         if self.rollout is None or not self.rollout.is_leader:
             return None
         with suppress(EngineDiedError):  # the call that needs the engine reports it
@@ -238,7 +249,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     def pause_rollout(self, free_kv: bool = False) -> None:
         """Pause all running requests until `resume_rollout`, so that the ranks of an engine can run other collectives.
 
-        `free_kv`: free the KV cache, which is computed again afterwards.
+        `free_kv`: also free the KV cache; requests recompute theirs afterwards.
         """
         self.rollout.pause_generation("keep")
         self.rollout.wait_idle()
@@ -287,12 +298,12 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def restart_engine(self) -> None:
-        """Restart the engine if its own process has ended. The next weight sync sends the weights to all engines."""
+        """Restart the engine if it has its own process and that has ended. The next weight sync sends all weights."""
         self._rollout_version = -1
         self._free_device_cache()
         self.rollout.restart_if_dead()
         if self.host is not None and self.host.failed and not self.host.closed:
-            with suppress(Exception):  # the error of the ended engine
+            with suppress(Exception):  # raises the error of the old engine, which the caller handles by this restart
                 self.host.close()
             self.host = self._new_host()
 
@@ -305,8 +316,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_address(self) -> TransferAddress | None:
-        """The address at which engines of other processes connect to rank 0 of this group for weights; None on other
-        ranks."""
+        """Return the address at which engines of other processes connect to rank 0 for weights; None on other ranks."""
         if self.rank != 0:
             return None
         self._transfer_host = TransferHost(self.get_master_addr_port()[0])
@@ -314,8 +324,10 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def join_transfer(self, address: TransferAddress, receivers: int) -> None:
-        """Join the process group for weights: rank 0 of the trainer sends, every rollout rank receives. Each call joins
-        a new group."""
+        """Join a new process group for weights: rank 0 of the trainer sends, every rollout rank receives.
+
+        `receivers`: number of rollout ranks.
+        """
         backend = "nccl" if self.device_name == "cuda" else "gloo"
         if "actor" in self.parts:
             self.abort_transfer()
@@ -332,13 +344,13 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control", blocking=False)
     def abort_transfer(self) -> None:
-        """Abort the group for weights, so that a send that waits for a lost receiver ends."""
+        """Abort the process group for weights, so that a send that waits for a lost receiver fails."""
         if self._sender is not None and self._sender.group is not None:
             self._sender.group.abort()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> None:
-        """The trainer's part of a weight sync between processes."""
+        """Send the trainer's weights to the engines of other processes, as `version`."""
         assert self._sender is not None, "requires join_transfer"
         with self.engine.on_device(optimizer=False):
             unmerged = self.engine.unmerged() if applies_lora(self.config.model, self.config.rollout) else None
@@ -346,7 +358,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int, kv: str = "recompute") -> None:
-        """The engine's part of a weight sync between processes; `kv` as in `update_rollout_weights`."""
+        """Receive the weights of `version` from the trainer's processes; `kv` as in `update_rollout_weights`."""
         assert self._receiver is not None, "requires join_transfer"
         with self._weight_update(kv):
             self._receiver.receive(self.rollout)
