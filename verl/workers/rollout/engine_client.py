@@ -1,8 +1,8 @@
 """EngineClient: generates with the engine replicas of a run, for agent loops and the gateway.
 
-All turns of a `request_id` are sent to the same replica, whose prefix cache has their context. A first turn is sent to
-the replica with the fewest requests, or to the replica of its group if that has at most `_GROUP_EXTRA_LOAD` more. If a
-replica is lost, its requests resume on another replica from the reported tokens.
+A `request_id` is a conversation: all of its turns are sent to the same replica, whose prefix cache has their context. A
+first turn is sent to the replica with the fewest requests, or to the replica of its group if that has at most
+`_GROUP_EXTRA_LOAD` more. If a replica is lost, its requests resume on another replica from the reported tokens.
 
 Requests created in one iteration of the event loop are sent in one call, and one pending call per replica returns
 outputs: there is no RPC per token or per request.
@@ -40,20 +40,21 @@ from verl.workers.rollout.prompts import parse_sampling_params
 
 logger = logging.getLogger(__name__)
 
-# Parameters without effect: the engine always reports log-probs, and generates one response per request.
+# Sampling parameters of other engines that are accepted without effect: log-probs are always reported, and a request
+# has one response.
 _IGNORED_PARAMS = frozenset({"logprobs", "n", "skip_special_tokens", "detokenize"})
-# Timeout of one call for outputs. Shorter than the limits of hang detection: every reply reports progress.
+# Timeout of one call for outputs. Shorter than the limits of hang detection, because every reply reports progress.
 _COLLECT_S = 2.0
-# Hang reports name replicas without progress for this long.
-_SILENT_S = 10.0
-# Timeout of reading current outputs for a checkpoint; a replica that does not respond is left out.
+# Hang reports name replicas that made no progress for this long.
+_STALLED_S = 10.0
+# Timeout of reading current outputs for a checkpoint. A replica that does not respond is left out.
 _FETCH_S = 10.0
 # Interval in which replicas report partial outputs.
 _PARTIALS_S = 2.0
 # The replica of a group, which has its prompt in the prefix cache, may have this many more requests than the least
 # loaded one and still be chosen.
 _GROUP_EXTRA_LOAD = 8
-# Number of conversations, and of groups, whose replica is stored.
+# Maximum number of conversations, and of groups, whose replica is remembered.
 _MAX_STORED_REPLICAS = 16_384
 
 
@@ -63,32 +64,35 @@ class _Replica:
 
     handle: RankHandle
     client: str
-    """Name under which outputs are collected."""
+    """Name under which outputs are collected from the replica."""
     waiting: dict[str, asyncio.Future[Output]] = field(default_factory=dict)
     """Unfinished requests of this client, by id."""
     unsent: list[Request] = field(default_factory=list)
-    """Requests of this iteration of the event loop."""
+    """Requests of this iteration of the event loop, sent together at its end."""
     partials: dict[str, Output] = field(default_factory=dict)
     """Reported tokens of unfinished requests, by id."""
     other_requests: int = 0
-    """Number of requests of other clients and jobs."""
+    """Number of unfinished requests of other clients and jobs, as last reported."""
     pulses: int = 0
     """The last reported progress counter of the engine."""
     last_progress: float = field(default_factory=time.monotonic)
     stopped_process: StoppedProcess | None = None
+    """The engine's process if it is stopped, for hang reports."""
     closed: bool = False
+    """Whether this client has disconnected."""
     lost: str | None = None
     """Why the replica cannot generate any more; None: it can."""
 
     @property
     def load(self) -> int:
+        """Number of unfinished requests of all clients."""
         return self.other_requests + len(self.waiting)
 
     def describe_stall(self) -> str | None:
         """For hang detection: a description of the replica if it has requests and makes no progress, else None.
         Thread-safe."""
         seconds = time.monotonic() - self.last_progress
-        if not self.waiting or seconds < _SILENT_S:
+        if not self.waiting or seconds < _STALLED_S:
             return None
         engine = ""
         if self.stopped_process is not None:
@@ -113,8 +117,8 @@ class EngineClient:
     ) -> None:
         """`params` are defaults that the loop or its job may override. `client`: a unique name of this client.
         `on_lost(reason)` is called when a replica is lost; its requests resume on other replicas, or wait for
-        `reconnect`. `first_preferred`: number of the replica that is chosen first if all are equally loaded. Token ids
-        outside of `vocab_size` are rejected.
+        `reconnect`. `first_preferred`: index of the replica that is chosen first if all are equally loaded; clients
+        with different values spread their requests. Token ids outside of `vocab_size` are rejected.
         """
         self._params, self._max_model_len, self._client = params, max_model_len, client
         self._loop, self._on_lost, self._vocab_size = loop, on_lost, vocab_size
@@ -139,7 +143,7 @@ class EngineClient:
         image_data: Any = None,
         video_data: Any = None,
     ) -> TokenOutput:
-        """Generate a continuation of `prompt_ids`.
+        """Generate a continuation of `prompt_ids`, one turn of the conversation `request_id`.
 
         `sampling_params`: fields of `SamplingParams`. The response is limited by `rollout.max_new_tokens`, which counts
         from the first prompt of the context, and by `max_model_len`. If a limit is already reached, the response is
@@ -179,8 +183,10 @@ class EngineClient:
         return _token_output(output)
 
     def first_outputs(self, traces: Iterable[CallTrace]) -> dict[CallTrace, Output]:
-        """Return the last reported partial outputs of trajectories in their first model call, from which a request
-        resumes if its replica is lost. Later reports only append tokens, also after a lost replica or a weight sync.
+        """Return the last reported partial outputs of trajectories in their first model call.
+
+        A request resumes from them if its replica is lost. Later reports only append tokens, also after a lost replica
+        or a weight sync.
 
         Later model calls are left out: they depend on the state of a loop and its tools, which cannot be restored.
         """
@@ -203,15 +209,15 @@ class EngineClient:
         fetches = [_fetch_outputs(replica, list(requests)) for replica, requests in by_replica.items()]
         outputs: dict[CallTrace, Output] = {}
         for requests, fetched in zip(by_replica.values(), await asyncio.gather(*fetches), strict=True):
-            for name, output in fetched.items():
-                trace = requests[name]
+            for request_id, output in fetched.items():
+                trace = requests[request_id]
                 outputs[trace] = unfinished_part(output, calls[trace][0].params)
         return {trace: output for trace, output in outputs.items() if output.token_ids}
 
     def reconnect(self, handles: Sequence[RankHandle]) -> None:
         """Reconnect to lost replicas, which were restarted; their requests resume. `handles`: one per replica."""
         self._replicas = [
-            replica if replica.lost is None else self._successor(replica, handle)
+            replica if replica.lost is None else self._reconnect(replica, handle)
             for replica, handle in zip(self._replicas, handles, strict=True)
         ]
         self._reconnected.set()
@@ -227,21 +233,21 @@ class EngineClient:
     # ---------------------------------------------------------------- requests
 
     async def _generate(self, request_id: str, request: Request, trace: CallTrace) -> Output:
-        """The complete output of a request; if its replica is lost, the request resumes on another replica."""
-        is_first = request.params.key == trace.noise_key
+        """Return the complete output of a request. If its replica is lost, the request resumes on another replica."""
+        is_first_call = request.params.key == trace.noise_key
         while True:
             replica = self._choose_replica(request_id, trace.group)
-            if is_first and trace.prompt_ids in (None, request.prompt_ids):
+            if is_first_call and trace.prompt_ids in (None, request.prompt_ids):
                 self._first_calls[trace] = request, replica
             try:
                 return await self._send(replica, request)
             except EngineLostError:
                 resume_point = output_to_resume(request, replica.partials.pop(request.id, None))
             finally:
-                if is_first:
+                if is_first_call:
                     self._first_calls.pop(trace, None)
             resume_from = resume_point if resume_point.token_ids else request.resume_from
-            if resume_from is not None and is_first:
+            if resume_from is not None and is_first_call:
                 trace.set_partial(list(request.prompt_ids), resume_from)
             request = replace(request, id=self._new_id(), resume_from=resume_from)
             while all(replica.lost is not None for replica in self._replicas):
@@ -272,8 +278,11 @@ class EngineClient:
             replica.waiting.pop(request.id, None)
 
     def _choose_replica(self, request_id: str, group: str) -> _Replica:
-        """The replica of earlier turns. For a first turn, the least loaded replica, or the replica of its group, whose
-        requests share the prompt, if it has at most `_GROUP_EXTRA_LOAD` more requests."""
+        """Return the replica of earlier turns. For a first turn, return the least loaded replica, or the replica of its
+        group, whose requests share the prompt, if it has at most `_GROUP_EXTRA_LOAD` more requests.
+
+        If all replicas are lost, return one of them: sending to it raises EngineLostError.
+        """
         replica = self._replica_of_conversation.get(request_id)
         if replica is not None and replica.lost is None:
             self._replica_of_conversation.move_to_end(request_id)
@@ -295,6 +304,7 @@ class EngineClient:
         return f"{self._client}/{next(self._serial)}"
 
     def _override(self, run_params: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
+        """Return the parameters of the run with those of one call; ValueError for unknown or invalid ones."""
         values = parse_sampling_params("generate", overrides, _IGNORED_PARAMS)
         self._check_tokens("logit_bias", [token for token, _ in values.get("logit_bias", ())])
         return replace(run_params, **values)
@@ -311,9 +321,8 @@ class EngineClient:
         threading.Thread(target=self._collect_outputs, args=(replica,), name="engine-client", daemon=True).start()
         return replica
 
-    def _successor(self, replica: _Replica, handle: RankHandle) -> _Replica:
-        """A connection to a restarted replica, under a new client name, so that late outputs of the old connection are
-        ignored."""
+    def _reconnect(self, replica: _Replica, handle: RankHandle) -> _Replica:
+        """Connect to a restarted replica, under a new client name: late outputs of the old connection are ignored."""
         self._disconnect(replica)
         return self._connect(handle, f"{replica.client}'")
 
@@ -327,12 +336,12 @@ class EngineClient:
 
     def _collect_outputs(self, replica: _Replica) -> None:
         """Main function of the thread of a replica: pass collected outputs to the event loop."""
-        reported = time.monotonic()
+        partials_at = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             while not replica.closed:
-                with_partials = time.monotonic() - reported >= _PARTIALS_S
+                with_partials = time.monotonic() - partials_at >= _PARTIALS_S
                 if with_partials:
-                    reported = time.monotonic()
+                    partials_at = time.monotonic()
                 try:
                     collected: CollectedOutputs = replica.handle.call(
                         "host.collect_outputs", replica.client, _COLLECT_S, with_partials
@@ -345,6 +354,7 @@ class EngineClient:
                     return
 
     def _on_outputs(self, replica: _Replica, collected: CollectedOutputs) -> None:
+        """Process one reply of a replica; called in the event loop."""
         if collected.pulses != replica.pulses:
             replica.pulses, replica.last_progress = collected.pulses, time.monotonic()
             pulse()
@@ -357,6 +367,10 @@ class EngineClient:
             self._mark_lost(replica, "generation has ended")
 
     def _resolve(self, replica: _Replica, result: RequestOutput) -> None:
+        """Complete the future of a request: with its output, or with a ValueError if it was refused.
+
+        If the engine has failed, the replica is lost.
+        """
         future = replica.waiting.pop(result.id, None)
         if result.failed is not None:
             self._mark_lost(replica, result.failed)
@@ -372,6 +386,7 @@ class EngineClient:
             future.set_exception(EngineLostError(result.failed))
 
     def _mark_lost(self, replica: _Replica, reason: str) -> None:
+        """Fail the requests of a replica with EngineLostError, by which `_generate` resumes them elsewhere."""
         if replica.lost is not None:
             return
         replica.lost = reason
@@ -382,7 +397,7 @@ class EngineClient:
 
 
 async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[str, Output]:
-    """The current outputs of these requests; empty if the replica does not respond or is lost, which
+    """Return the current outputs of these requests; none if the replica does not respond or is lost, which
     `_collect_outputs` handles."""
     call = asyncio.to_thread(replica.handle.call, "host.current_outputs", request_ids)
     try:
@@ -393,15 +408,17 @@ async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[
 
 
 def _flush(replica: _Replica) -> None:
+    """Send the unsent requests in one call."""
     requests, replica.unsent = replica.unsent, []
     if requests:
         replica.handle.notify("host.submit_requests", replica.client, requests)
 
 
 def _add_partials(replica: _Replica, partials: Mapping[str, Output]) -> None:
-    for name in partials.keys() & replica.waiting.keys():
-        earlier = [replica.partials[name]] if name in replica.partials else []
-        replica.partials[name] = join_outputs([*earlier, partials[name]])
+    """Append reported tokens to the partial outputs of unfinished requests."""
+    for request_id in partials.keys() & replica.waiting.keys():
+        earlier = [replica.partials[request_id]] if request_id in replica.partials else []
+        replica.partials[request_id] = join_outputs([*earlier, partials[request_id]])
 
 
 def _token_output(output: Output) -> TokenOutput:

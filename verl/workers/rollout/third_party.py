@@ -1,7 +1,8 @@
 """Adapters for third-party engines.
 
-ServerStepEngine: adapts an engine that samples on its own (a `TokenServer`) to the `StepEngine` interface. `accept_…`:
-convert reported tokens, log-probs and experts to `Output`. `check_reported_log_probs`: a check of reported log-probs.
+- `ServerStepEngine`: the `StepEngine` interface of an engine that samples on its own (a `TokenServer`).
+- `accept_reported`, `accept_scaled`, `accept_reported_experts`: store what an engine reports in `Output`.
+- `check_reported_log_probs`: whether reported log-probs are those of the sampled distribution.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from verl.inference.sequence import Sequence
 from verl.types.request import Request, SamplingParams, TopLogProbs, check_request, split_entries
 from verl.utils.progress import pulse
 
-# Maximum wait for chunks in one step: requests that are added or removed meanwhile wait as long.
+# Maximum wait for chunks in one step. It is short because requests that are added meanwhile wait for its end.
 _WAIT_S = 0.005
 
 PROBE_TOP_TOKENS = 20
-"""The number of most likely tokens that the check needs."""
+"""Number of most likely tokens that `check_reported_log_probs` reads."""
 PROBE_PROMPT = (1, 2, 3, 5, 8, 13, 21, 34)
 _TEMPERATURES = (1.0, 0.5, 0.05)
 _TOP_K = 5
-# Relative tolerance of differences of log-probs.
+# Tolerance of differences of log-probs (relative if they are above 1) and of sums of probabilities.
 _TOLERANCE = 0.02
 # Engines compute log-probs in float32 from logits in their dtype, which are rounded differently in each request: by up
 # to this many units in the last place at 1.
@@ -39,7 +40,7 @@ TopLogProbsFn = Callable[[float, int], Mapping[int, float]]
 
 LogProbFactors = tuple[float, float, float]
 """Factors by which a reported log-prob is multiplied to get `log_probs`, `raw_log_probs` and `sampled_log_probs`: 1 if
-it is equal, 0 if the token was certain, NaN if the value is unknown."""
+it is equal, 0 if the token was certain (greedy), NaN if the engine does not report the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,12 @@ class TokenChunk:
     """New tokens of one request."""
 
     id: str
+    """Id of the request."""
     token_ids: list[int]
     log_probs: list[float]
     """As the engine reports them: see `accept_reported`."""
     finished: bool
-    """The last chunk of the request."""
+    """Whether this is the last chunk of the request."""
     error: str | Exception | None = None
     """Reason why the request failed."""
     details: ChunkDetails | None = None
@@ -59,7 +61,7 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkDetails:
-    """Additional results of a request."""
+    """Optional parts of a chunk."""
 
     cached_tokens: int = 0
     """In the first chunk: number of prompt tokens whose KV was in the prefix cache."""
@@ -79,7 +81,7 @@ class TokenServer(Protocol):
     thread-safe."""
 
     def start(self, sequences: Iterable[Sequence]) -> None:
-        """Continue after `sequence.token_ids` (prompt and generated tokens) up to `sequence.max_length`."""
+        """Start sampling after `sequence.token_ids` (prompt and generated tokens), up to `sequence.max_length`."""
 
     def abort(self, ids: Iterable[str]) -> None:
         """Abort requests: none of their chunks is reported afterwards. Never raises, even if the server has ended."""
@@ -125,6 +127,7 @@ class ServerStepEngine:
     # ---------------------------------------------------------------- requests
 
     def check(self, request: Request) -> None:
+        """Raise ValueError for a request that this engine cannot execute."""
         check_request(request, self._max_length)
         params = request.params
         if (params.top_log_probs or params.prompt_log_probs) and not self._reports_details:
@@ -148,12 +151,12 @@ class ServerStepEngine:
         for sequence in removed:
             sequence.done = True
         self._waiting = [sequence for sequence in self._waiting if sequence not in removed]
-        self._stop([name for name, sequence in self._running.items() if sequence in removed])
+        self._stop([request_id for request_id, sequence in self._running.items() if sequence in removed])
 
     # ---------------------------------------------------------------- steps
 
     def step(self) -> list[Sequence]:
-        """Start waiting sequences, and take the chunks that are reported within a few milliseconds."""
+        """Start waiting sequences, accept the chunks reported within `_WAIT_S`, and return the finished sequences."""
         if self._paused:
             self._server.resume()
             self._paused = False
@@ -171,17 +174,18 @@ class ServerStepEngine:
 
     @property
     def in_flight(self) -> bool:
+        """Whether the server is sampling."""
         return bool(self._running) and not self._paused
 
     def drain(self) -> list[Sequence]:
-        """Pause sampling until the next step."""
+        """Pause sampling until the next step; return the sequences that have finished."""
         if self.in_flight:
-            self._paused = True  # also if `pause` fails half-way: the next step resumes
+            self._paused = True  # before the call: if it fails half-way, the next step must resume
             self._server.pause()
         return self._take_chunks()
 
     def preempt_all(self) -> None:
-        """Restart running sequences from their tokens, before waiting sequences."""
+        """Stop running sequences and start them again in the next step, without their KV and before waiting ones."""
         running = list(self._running.values())
         self._stop(list(self._running))
         self._waiting = running + self._waiting
@@ -212,7 +216,8 @@ class ServerStepEngine:
         if chunks:  # otherwise the server may hang: waiting for it is not progress
             pulse()
         finished: list[Sequence] = []
-        still_served: list[str] = []
+        # Ended here (stop strings, end tokens, errors), but not yet at the server.
+        unfinished_at_server: list[str] = []
         for chunk in chunks:
             sequence = self._running.get(chunk.id)
             if sequence is None:
@@ -222,18 +227,18 @@ class ServerStepEngine:
                 if chunk.finished:
                     del self._running[chunk.id]
                 else:
-                    still_served.append(chunk.id)
-        self._stop(still_served)
+                    unfinished_at_server.append(chunk.id)
+        self._stop(unfinished_at_server)
         return finished
 
     def _accept(self, sequence: Sequence, chunk: TokenChunk) -> bool:
-        """Append a chunk; return whether the sequence has finished or failed."""
+        """Append a chunk; return whether it has finished the sequence or reports that it failed."""
         if sequence.done:
             return False
-        earlier = len(sequence.output.token_ids)
+        count_before = len(sequence.output.token_ids)
         ended = accept_reported(sequence, chunk.token_ids, chunk.log_probs, self.version, self._after_truncation)
         if chunk.details is not None:
-            _accept_details(sequence, chunk.details, earlier)
+            _accept_details(sequence, chunk.details, count_before)
         if ended:
             return True
         error = chunk.error
@@ -254,17 +259,17 @@ class ServerStepEngine:
         if not ids:
             return
         self._server.abort(ids)
-        for name in ids:
-            del self._running[name]
+        for request_id in ids:
+            del self._running[request_id]
         with self._chunk_reported:
             self._chunks = [chunk for chunk in self._chunks if chunk.id in self._running]
 
 
-def _accept_details(sequence: Sequence, details: ChunkDetails, earlier: int) -> None:
-    """Store the details of a chunk. `earlier`: number of generated tokens before it."""
+def _accept_details(sequence: Sequence, details: ChunkDetails, count_before: int) -> None:
+    """Store the details of a chunk. `count_before`: number of generated tokens before it."""
     output = sequence.output
-    output.top_log_probs += details.top_log_probs[: len(output.token_ids) - earlier]
-    if earlier == 0:
+    output.top_log_probs += details.top_log_probs[: len(output.token_ids) - count_before]
+    if count_before == 0:
         output.cached_tokens = details.cached_tokens
     if not output.prompt_log_probs:
         last = len(sequence.prompt_ids) - 1
@@ -281,14 +286,17 @@ def accept_reported(
     """Append tokens up to the end of the sequence; return whether it has ended.
 
     `log_probs` are at the request's temperature (greedy: at 1), after penalties, biases and bans. `after_truncation`:
-    also after top-k, top-p and min-p.
+    whether they are also after top-k, top-p and min-p.
     """
     return accept_scaled(sequence, tokens, log_probs, version, log_prob_factors(sequence.params, after_truncation))
 
 
 def log_prob_factors(params: SamplingParams, after_truncation: bool) -> LogProbFactors:
-    """The factors for a request: of the policy's log-prob at the temperature, at temperature 1, and under the
-    distribution that was sampled from."""
+    """Return the factors for a request.
+
+    They are for the log-prob of the policy at the request's temperature, for that at temperature 1, and for that under
+    the distribution that was sampled from.
+    """
     truncates = params.truncated and after_truncation
     policy = math.nan if params.penalised or params.logit_bias or truncates else 1.0
     raw = policy if params.greedy or params.temperature == 1 else math.nan
@@ -342,7 +350,7 @@ def check_reported_log_probs(
     engine: str, top_log_probs: TopLogProbsFn, vocab_size: int, after_truncation: bool, dtype: torch.dtype
 ) -> bool:
     """Raise RuntimeError unless the log-probs that an engine reports are those of the distribution it samples from: at
-    the requested temperature, and with top-k after truncation if `after_truncation`, else before.
+    the requested temperature, and with top-k after truncation if `after_truncation`, else before it.
 
     `engine`: name and version, for the message. `dtype`: that of the engine's logits. Returns False if the model cannot
     tell, because its next tokens are equally likely or its log-probs are not finite.
@@ -365,14 +373,17 @@ def check_reported_log_probs(
 
 
 def _most_likely(log_probs: Mapping[int, float]) -> dict[int, float]:
-    """The most likely tokens only: engines also report the sampled token, which may be any."""
+    """Return the most likely tokens only: engines also report the sampled token, which may be an unlikely one."""
     return dict(sorted(log_probs.items(), key=lambda item: -item[1])[:PROBE_TOP_TOKENS])
 
 
 def _check_temperature(
     engine: str, at_one: Mapping[int, float], log_probs: Mapping[int, float], temperature: float, noise: float
 ) -> None:
-    """A log-prob is logit / temperature − a constant: differences grow as 1 / temperature."""
+    """Reject log-probs whose differences are not proportional to 1 / temperature.
+
+    A log-prob is logit / temperature − a constant.
+    """
     shared = sorted(at_one.keys() & log_probs.keys(), key=at_one.__getitem__)
     low, high = shared[0], shared[-1]
     expected, reported = (at_one[high] - at_one[low]) / temperature, log_probs[high] - log_probs[low]
@@ -384,7 +395,10 @@ def _check_temperature(
 
 
 def _check_normalised(engine: str, log_probs: Mapping[int, float], candidates: int, setting: str) -> None:
-    """The probabilities of all `candidates` add up to 1; unreported ones are at most the smallest reported."""
+    """Reject log-probs if the probabilities of all `candidates` cannot add up to 1.
+
+    Those that are not reported are at most as large as the smallest reported one.
+    """
     reported = sum(math.exp(value) for value in log_probs.values())
     unreported = (candidates - len(log_probs)) * math.exp(min(log_probs.values()))
     if not 1 - unreported - _TOLERANCE <= reported <= 1 + _TOLERANCE:

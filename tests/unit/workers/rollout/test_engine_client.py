@@ -440,7 +440,7 @@ class Stuck(RankHandle):
 
 
 def test_an_engine_without_progress_is_named_to_hang_detection(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_SILENT_S", 0.3)
+    monkeypatch.setattr(module, "_STALLED_S", 0.3)
     tracker = ComputeTracker()
 
     async def check() -> list[str | None]:
