@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -385,6 +385,8 @@ def _check_temperature(
     A log-prob is logit / temperature − a constant.
     """
     shared = sorted(at_one.keys() & log_probs.keys(), key=at_one.__getitem__)
+    if not shared:
+        _reject(engine, f"temperature {temperature} changes which tokens are the most likely")
     low, high = shared[0], shared[-1]
     expected, reported = (at_one[high] - at_one[low]) / temperature, log_probs[high] - log_probs[low]
     if abs(reported - expected) > _TOLERANCE * max(1.0, expected) + noise / temperature:
@@ -408,7 +410,7 @@ def _check_normalised(engine: str, log_probs: Mapping[int, float], candidates: i
         )
 
 
-def _reject(engine: str, problem: str) -> None:
+def _reject(engine: str, problem: str) -> NoReturn:
     raise RuntimeError(
         f"rollout: {engine} does not report the log-probs of the distribution it samples from: {problem}. Importance"
         " ratios would be wrong. Use a tested version (docs/guides/large_models.md), or rollout.name=native."

@@ -284,6 +284,7 @@ def cut(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 processed = reporting(lambda temperature, top_k: cut(LOGITS / temperature, top_k))
 untruncated = reporting(lambda temperature, top_k: LOGITS / temperature)
 raw = reporting(lambda temperature, top_k: LOGITS)
+reordered = reporting(lambda temperature, top_k: LOGITS if temperature == 1 else -LOGITS / temperature)
 
 
 def test_what_is_drawn_from_passes_before_and_after_truncation() -> None:
@@ -309,11 +310,12 @@ def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None
     ("top", "after_truncation", "cause"),
     [
         (raw, True, "apart at temperature 0.5 are reported"),
+        (reordered, True, "temperature 0.5 changes which tokens are the most likely"),
         (untruncated, True, r"at top_k 5 the probabilities of the 20 .* add up to 0\.\d+"),
         (processed, False, "top_k 5 changes them"),
         (lambda t, k: {token: lp - 1 for token, lp in processed(t, k).items()}, True, "most likely tokens add up to"),
     ],
-    ids=["raw", "before truncation", "after truncation", "not normalised"],
+    ids=["raw", "reordered", "before truncation", "after truncation", "not normalised"],
 )
 def test_what_is_not_is_refused_by_name(top: Callable, after_truncation: bool, cause: str, dtype: torch.dtype) -> None:
     with pytest.raises(RuntimeError, match=rf"^rollout: e 1 does not report .*{cause}"):
