@@ -206,8 +206,9 @@ class NativeOptions:
         options = cls(**values)
         if options.model not in _MODEL_KINDS:
             raise ValueError(f"{prefix}.model: {options.model!r} is unknown. Use one of {', '.join(_MODEL_KINDS)}.")
-        if options.block_size < 1 or (options.num_blocks is not None and options.num_blocks < 1):
-            raise ValueError(f"{prefix}: block_size and num_blocks must be at least 1 (got {values}).")
+        counts = [options.block_size, *([] if options.num_blocks is None else [options.num_blocks])]
+        if any(type(count) is not int or count < 1 for count in counts):
+            raise ValueError(f"{prefix}: block_size and num_blocks must be integers of at least 1 (got {values}).")
         if not isinstance(options.merge_lora, bool):
             raise ValueError(f"{prefix}.merge_lora: {options.merge_lora!r} is neither true nor false.")
         return options

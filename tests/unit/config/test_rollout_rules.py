@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 
 from verl.config import ConfigError, GenerationConfig, load_config, names
+from verl.config.rollout import NativeOptions
 
 ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
 RUN = ["data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=org/model", "trainer.n_gpus_per_node=2"]
@@ -145,3 +146,10 @@ def test_devices_of_its_own_are_a_pool():
 )
 def test_weights_are_let_go_where_training_needs_the_room(overrides, frees):
     assert load(*overrides).actor_rollout_ref.rollout.free_weights is frees
+
+
+@pytest.mark.parametrize("option", ["block_size=abc", "block_size=null", "block_size=16.5", "num_blocks=0"])
+def test_sizes_of_the_native_engine_are_integers_of_at_least_1(option):
+    config = load(f"+{ROLLOUT}.engine_kwargs.native.{option}")
+    with pytest.raises(ValueError, match="must be integers of at least 1"):
+        NativeOptions.from_config(config.actor_rollout_ref.rollout)
