@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ def write_supervised_run(folder: Path, steps: int = 2, streams: Sequence[str] = 
         pairs |= {"prompt": ["which?", None], "chosen": [HOSTILE, None], "rejected": ["no", None]}
         columns = {"rows": rows, "pairs": pairs}
         for stream in streams:
-            _submit(writer, partial(writer.write_table, stream, step, columns[stream]))
+            writer.submit(partial(writer.write_table, stream, step, columns[stream]), step=None)
     close(writer)
     return folder
 
@@ -64,7 +63,7 @@ def write_supervised_run(folder: Path, steps: int = 2, streams: Sequence[str] = 
 def write_vocabulary(writer: RecordWriter) -> None:
     texts = [f" w{number}" for number in range(20)]
     rows = {"id": list(range(20)), "piece": texts, "text": texts, "special": [False] * 20}
-    _submit(writer, lambda: writer.write_tokens(rows))
+    writer.submit(lambda: writer.write_tokens(rows), step=None)
 
 
 def write_step(writer: RecordWriter, step: int, metrics: dict[str, float] | None = None) -> None:
@@ -75,21 +74,15 @@ def write_step(writer: RecordWriter, step: int, metrics: dict[str, float] | None
     if step % 2 == 0:
         data |= {"val-core/math/acc/mean@1": 0.5, "val-aux/math/acc/mean@1/low": 0.4}
         data |= {"val-aux/math/acc/mean@1/high": 0.6, "val/math/accuracy": 0.5}
-        _submit(writer, lambda: writer.write_table("validation", step, _validation(step)))
+        writer.submit(lambda: writer.write_table("validation", step, _validation(step)), step=None)
     writer.line("metrics", {"step": step, "time": start + 10, "data": data | (metrics or {})})
     spans = [("controller", "step", 0, 10), ("controller", "gen", 0, 6), ("actor/0", "update", 6, 9)]
     for track, phase, begin, end in [*spans, ("actor/1", "update", 6, 7), ("engine/0", "generating", 0, 5)]:
         phase_span = {"step": step, "track": track, "phase": phase, "host": "h", "pid": 1}
         writer.line("phases", phase_span | {"start": start + begin, "end": start + end})
     writer.line("engines", {"time": start, "engine": "engine/0", "running": 3, "waiting": 0, "kv_used": 0.5})
-    _submit(writer, lambda: writer.write_table("groups", step, _groups(step)))
-    _submit(writer, lambda: writer.write_table("trajectories", step, _trajectories(step)))
-
-
-def _submit(writer: RecordWriter, job: Callable[[], None]) -> None:
-    """Wait until the writer accepts the job: no record may be dropped."""
-    while not writer.submit(job):
-        time.sleep(0.001)
+    writer.submit(lambda: writer.write_table("groups", step, _groups(step)), step=None)
+    writer.submit(lambda: writer.write_table("trajectories", step, _trajectories(step)), step=None)
 
 
 def close(writer: RecordWriter) -> None:

@@ -188,7 +188,7 @@ def test_little_memory_changes_no_answer(start, make_prompts):
     [
         ({"blocks": 3}, r"native.blocks: unknown option"),
         ({"model": "fast"}, r"native.model: 'fast' is unknown"),
-        ({"block_size": 0}, r"native: block_size and num_blocks must be at least 1"),
+        ({"block_size": 0}, r"native: block_size and num_blocks must be integers"),
     ],
 )
 def test_unknown_options_are_refused(start, options, cause):
