@@ -55,7 +55,7 @@ def write_export(runs: Sequence[ViewedRun], path: Path, max_bytes: int = MAX_BYT
 
 
 _AddDetails: TypeAlias = Callable[["_Content", int, ViewedRun, int, int], bool]
-"""Adds the texts of a step until so many bytes are left; returns whether all fit."""
+"""Adds the texts of a step as long as the remaining bytes suffice; returns whether all fit."""
 
 
 class _Content:
