@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
 from tests.support.lora_cases import perturb_lora_b
@@ -22,7 +24,7 @@ from verl.models import attention
 from verl.models.shared_prefixes import TreePacking
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.base_engine import compiled_graphs
+from verl.workers.engine.common.base_engine import compile_each_layer, compiled_graphs
 from verl.workers.engine.common.prefix_sharing import PrefixSharing
 
 STEPS, SETTLED = 16, 3
@@ -217,6 +219,45 @@ def test_compiled_trees_have_the_gradients_of_plain_rows(checkpointing, rank, ke
     assert plain.keys() == compiled.keys()
     for name, value in plain.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-5)
+
+
+class CheckpointedMLP(nn.Module):
+    """A layer whose activations transformers would checkpoint."""
+
+    gradient_checkpointing = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(hidden)))
+
+
+def test_the_backward_pass_recomputes_only_what_it_reads(monkeypatch):
+    """Among the products of the backward pass is that of `up`, but not that of `down`."""
+    products = []
+
+    def count(graph: Any, _inputs: Any) -> Any:
+        products.append(sum("mm" in str(node.target) for node in graph.graph.nodes))
+        return graph
+
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+
+    def compiled(module: nn.Module, dynamic: bool, options: Any) -> None:
+        module._compiled_call_impl = torch.compile(module._call_impl, dynamic=dynamic, backend=backend)
+
+    monkeypatch.setattr(nn.Module, "compile", compiled)
+    layer, hidden = CheckpointedMLP(), torch.randn(4, 8)
+    layer(hidden).sum().backward()
+    expected = {name: value.grad for name, value in layer.named_parameters()}
+    layer.zero_grad()
+    compile_each_layer([layer])
+    layer(hidden.requires_grad_()).sum().backward()
+    for name, value in layer.named_parameters():
+        torch.testing.assert_close(value.grad, expected[name])
+    assert products == [2, 1 + 4]
+    torch._dynamo.reset()
 
 
 def _compile_by_aot(module: nn.Module, dynamic: bool, options: Any) -> None:

@@ -8,11 +8,13 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from verl.config.engine import OptimConfig
 from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS
@@ -343,10 +345,27 @@ class BaseTrainEngine(EngineCheckpointMixin):
 
 
 def compile_each_layer(layers: Iterable[nn.Module]) -> None:
-    """Compile the forward pass of each layer for any number of tokens; layers of one class share the code."""
+    """Compile the forward pass of each layer for any number of tokens; layers of one class share the code.
+
+    Activation checkpointing that transformers has enabled moves into the compiled code. There the backward pass
+    recomputes only what it reads, e.g. not the last projection of a layer, a quarter of its products.
+    """
+    # Floats such as the epsilon of a norm never change. As dynamic values they would make Dynamo compile twice: it
+    # restarts with constants when a float turns out to be an argument of a kernel.
+    torch._dynamo.config.specialize_float = True
     options = _code_for_all_sizes()
     for layer in layers:
+        if getattr(layer, "gradient_checkpointing", False):
+            layer.gradient_checkpointing = False
+            layer.forward = partial(_checkpointed, layer, layer.forward)
         layer.compile(dynamic=True, options=options)
+
+
+def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The forward pass of a layer, recomputed in the backward pass."""
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _code_for_all_sizes() -> dict[str, bool]:
