@@ -73,8 +73,11 @@ class FSDPModelMemory:
     def gathered(self) -> float:
         """Unsharded parameters in the compute dtype: those outside the layers during the whole pass, and a few layers.
 
-        A single rank gathers nothing, but also has copies: its float32 weights are cast.
+        A single rank gathers nothing, but its float32 weights are cast. Frozen weights, which are in the compute dtype,
+        are used as they are.
         """
+        if self.shards == 1 and (self.frozen or self.has_adapters):
+            return float(self.compute_bytes * self.trained_parameters)
         reshards, _ = grouping(self.shards, self.reshard)
         layers = self._parameters_per_layer * _GATHERED_LAYERS if reshards else self.shape.layer_parameters
         return self.compute_bytes * (self.shape.root_parameters + layers)

@@ -68,6 +68,22 @@ def test_before_training_a_model_with_adapters_is_the_base_bit_for_bit(folder):
     assert torch.equal(log_probs(lora_engine(str(folder))), log_probs(frozen))
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_passes_on_one_rank_read_frozen_weights_in_place(folder, rank):
+    """Without a copy in memory, which FSDP would make for every pass."""
+    engine = lora_engine(str(folder)) if rank else make_engine(str(folder), train=False)
+    used = {}
+    linears = {name: layer for name, layer in engine.model.hf.named_modules() if isinstance(layer, torch.nn.Linear)}
+    frozen = {name: layer for name, layer in linears.items() if "lora_" not in name}
+    for name, layer in frozen.items():
+        layer.register_forward_hook(lambda layer, *_, name=name: used.update({name: layer.weight.data_ptr()}))
+    log_probs(engine)
+    stored = dict(engine.model.hf.named_parameters(remove_duplicate=False))
+    assert len(used) >= 14
+    assert used == {name: stored[f"{name}.weight"].data_ptr() for name in used}
+    assert stored["lm_head.weight"] is stored["model.embed_tokens.weight"], "tied weights stay tied"
+
+
 def test_the_reference_is_the_base_bit_for_bit_and_costs_no_weights(folder, trained):
     frozen, learned = make_engine(str(folder), train=False), log_probs(trained)
     with trained.base_weights():
@@ -89,7 +105,7 @@ def test_a_reference_pass_before_the_first_update_takes_no_gradient_away(folder)
 def test_only_adapters_change_and_have_moments(folder, trained):
     base = tiny_model(tie_word_embeddings=True).state_dict()
     for name, value in trained._adapters.plain(trained.model.hf.state_dict()).items():
-        assert torch.equal(value.full_tensor().cpu(), base[name]), name
+        assert torch.equal(value.cpu(), base[name]), name
     moments = {name.partition("/")[0] for name in trained._optimizer.tensors()}
     assert moments == set(adapter_values(trained))
     assert all("lora_" in name for name in moments)

@@ -56,19 +56,21 @@ def shard(
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     gathers = mesh["shard"].size() > 1
+    # Frozen weights that are neither gathered nor cast are used as they are; fully_shard would copy them in each pass.
+    unmanaged = {p for p in model.parameters() if not (gathers or p.requires_grad) and p.dtype == dtype}
     reshards, one_group = grouping(mesh["shard"].size(), reshard_after_forward)
     layers: list[Any] = [] if one_group else outermost_layers(model.hf)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards, ignored_params=unmanaged)
     if prefetch and gathers:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
     score = getattr(model.hf, "score", None)
     if score is not None:  # one value per token, for which half precision is too coarse
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        fully_shard(score, mesh=mesh, mp_policy=exact)
+        fully_shard(score, mesh=mesh, mp_policy=exact, ignored_params=unmanaged)
     # Embeddings and heads are used at the start and end of the pass: resharding them in between saves nothing.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=unmanaged)
     for module in sharded_modules(model):
         # Losses are divided by global counts, so gradients are summed, not averaged as by default. Plain SUM is the
         # only reduction that both gloo and nccl support.
@@ -126,7 +128,7 @@ def load_weights(
     because checkpoints lack some of them (rotary frequencies). `source` has no adapters; the
     adapters of `model` are initialised.
     """
-    model.to_empty(device=device)
+    _allocate(model, device)
     source_tensors = _all_tensors(source) if source is not None else {}
     specs: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in source_tensors.items()}]
     if len(node.ranks) > 1:
@@ -150,6 +152,20 @@ def load_weights(
         _copy_into(target, full)
     if adapters is not None:
         adapters.initialize(_copy_into)
+
+
+def _allocate(model: nn.Module, device: torch.device) -> None:
+    """Allocate all tensors of a meta model. `to_empty` unties tied parameters, except those that FSDP manages."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (module, name), *others in places.values():
+        parameter = module.get_parameter(name)
+        for other, other_name in others:
+            if other.get_parameter(other_name) is not parameter:
+                setattr(other, other_name, parameter)
 
 
 def _copy_into(target: torch.Tensor, full: torch.Tensor) -> None:
