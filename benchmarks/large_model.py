@@ -4,9 +4,11 @@
     python benchmarks/large_model.py --modes lora --json FILE
     python benchmarks/large_model.py --checkpoints /mnt/disk      # another disk; full fine-tuning needs 85 GB there
 
-32 prompts × 8 responses of 256 + 512 tokens, one optimizer step per batch, random weights. No keys of memory or
-placement are set: `trainer.auto_memory` decides. `s` of a step is the mean without the first step. The resumed run
-trains one more step from the checkpoint of step 3. Without enough space for a checkpoint, the run is measured without.
+32 prompts × 8 responses of 256 + 512 tokens, one optimizer step per batch, random weights. `full`: no keys of memory or
+placement are set, `trainer.auto_memory` decides. `lora`: activations are not checkpointed, and a micro-batch has one
+prompt with its responses. `lora, checkpointed`: without these keys. `s` of a step is the mean without the first step.
+The resumed run trains one more step from the checkpoint of step 3. Without enough space for a checkpoint, the run is
+measured without.
 
 Without a GPU the model is tiny: this only tests the script.
 """
@@ -34,7 +36,16 @@ STEPS = 3
 _FULL_BYTES = 12 * 7.62e9
 _SAVED = f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]"
 _PHASES = ("update_weights", "gen", "reward", "adv", "update_actor")
-MODES = ("lora", "full")
+# Overrides of each mode; {rank} is --lora-rank.
+MODES: dict[str, list[str]] = {
+    "lora": [
+        f"{MODEL}.lora_rank={{rank}}",
+        f"{MODEL}.enable_gradient_checkpointing=False",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=5120",
+    ],
+    "full": [],
+    "lora, checkpointed": [f"{MODEL}.lora_rank={{rank}}"],
+}
 
 
 def work_of(steps: int) -> Work:
@@ -47,13 +58,14 @@ def measure(mode: str, folder: Path, checkpoints: Path, options: argparse.Namesp
     """Rows of the run and of the resumed run of a mode."""
     checkpoint_folder = checkpoints / mode
     keys = [f"{ACTOR}.use_dynamic_bsz=True", f"trainer.default_local_dir={checkpoint_folder}"]
-    keys += [f"{MODEL}.lora_rank={options.lora_rank}"] if mode == "lora" else []
-    saves = mode == "lora" or not torch.cuda.is_available() or has_space_for_full(checkpoints)
+    keys += [key.format(rank=options.lora_rank) for key in MODES[mode]]
+    saves = mode != "full" or not torch.cuda.is_available() or has_space_for_full(checkpoints)
+    saves = saves and not options.no_checkpoints
     keys += [_SAVED] if saves else []
     rows = [{"mode": mode, "run": f"{STEPS} steps", **run(mode, folder, keys, STEPS, options.limit)}]
-    if not saves:
+    if not saves and not options.no_checkpoints:
         rows[0].setdefault("note", f"no checkpoint: {checkpoints} is too small")
-    elif rows[0]["steps"] == STEPS:
+    if saves and rows[0]["steps"] == STEPS:
         rows[0]["checkpoint GB"] = (
             sum(file.stat().st_size for file in checkpoint_folder.rglob("*") if file.is_file()) / 2**30
         )
@@ -71,12 +83,13 @@ def has_space_for_full(checkpoints: Path) -> bool:
 def run(mode: str, folder: Path, keys: Sequence[str], steps: int, limit: float) -> dict[str, Any]:
     """Train up to step `steps`; return seconds and memory of the steps, seconds of the start-up, and any problem."""
     work, log = work_of(steps), folder / f"{mode}-{steps}.log"
-    metrics = folder / "runs" / "training_step" / mode / "metrics.jsonl"
+    name = mode.replace(", ", "-")
+    metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
     before = len(training_steps(metrics))
     environment = {"RAY_ADDRESS": "local", **os.environ, "HF_HUB_OFFLINE": "1", "WORKER_CLOCK": os.devnull}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     begin = time.monotonic()
-    problem = run_limited(command(work, folder, mode, list(keys)), folder, environment, log, limit)
+    problem = run_limited(command(work, folder, name, list(keys)), folder, environment, log, limit)
     total = time.monotonic() - begin
     steps_done = training_steps(metrics)[before:]
     measured = steps_done[1:] or steps_done
@@ -98,9 +111,10 @@ def _mean(steps: Sequence[dict[str, float]], key: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["lora", "full"])
     parser.add_argument("--lora-rank", type=int, default=32)
     parser.add_argument("--checkpoints", type=Path, help="folder for checkpoints; default: a temporary one")
+    parser.add_argument("--no-checkpoints", action="store_true", help="only the three steps")
     parser.add_argument("--limit", type=float, default=300.0, help="maximum seconds of a run")
     parser.add_argument("--json", help="append the tables to this file")
     options = parser.parse_args()
