@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,17 @@ class Peak:
 def peak_process_memory() -> Iterator[Peak]:
     """Measure the peak of the resident memory of this process."""
     gc.collect()
+    _return_free_memory()
     Path("/proc/self/clear_refs").write_text("5")
     before, peak = _resident("VmRSS"), Peak()
     yield peak
     peak.bytes = _resident("VmHWM") - before
+
+
+def _return_free_memory() -> None:
+    """Make malloc return its free memory, in which later allocations would not show."""
+    with suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _resident(field: str) -> int:
