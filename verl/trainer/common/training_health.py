@@ -16,8 +16,7 @@ from verl.single_controller.base.worker_group import WorkerDiedError
 from verl.trainer.recovery.exit_messages import describe_resume
 from verl.utils.exceptions import cause_chain
 from verl.utils.fs import expand_path
-from verl.workers.roles.memory import host_advice
-from verl.workers.roles.training import LOST_AT
+from verl.workers.roles.training import LOST_AT, host_advice
 
 logger = logging.getLogger(__name__)
 

@@ -15,11 +15,11 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.torch_functional import masked_mean
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import trajectory_tokens
-from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.training import (
     CheckpointedWorker,
     infer_columns,
     mini_batches_of_call,
+    phase_memory,
     run_epochs,
     start_engine,
     update_micro_batching,

@@ -22,13 +22,13 @@ from verl.utils.device import resolve_dtype
 from verl.utils.exceptions import fields_as_keys
 from verl.utils.fs import resolve_model_path
 from verl.utils.transfer_group import TransferAddress, TransferGroup, TransferHost
-from verl.workers.roles.memory import phase_memory
 from verl.workers.roles.policy_loss import ROW, PolicyLoss, require_experts
 from verl.workers.roles.training import (
     CheckpointedWorker,
     infer_columns,
     log_prob_micro_batching,
     mini_batches_of_call,
+    phase_memory,
     run_epochs,
     start_engine,
     update_micro_batching,

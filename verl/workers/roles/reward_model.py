@@ -15,8 +15,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.scoring_tokens import ScoringEncoder
 from verl.workers.engine.base import MicroBatching
-from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.training import infer_columns, start_engine
+from verl.workers.roles.training import infer_columns, phase_memory, start_engine
 
 
 class RewardModelWorker(Worker):

@@ -13,7 +13,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fs import resolve_model_path
 from verl.utils.http_server.server import ConnectionLimits, serve_in_thread
 from verl.utils.network import own_address
-from verl.workers.roles.memory import phase_memory
+from verl.workers.roles.training import phase_memory
 
 # Maximum number of connections to one rank, from all scorer processes together.
 _MAX_CONNECTIONS = 8192

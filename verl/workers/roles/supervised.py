@@ -17,8 +17,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.optim import NON_FINITE, RECOMPILES, REFUSED
-from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.training import CheckpointedWorker, infer_columns, start_engine
+from verl.workers.roles.training import CheckpointedWorker, infer_columns, phase_memory, start_engine
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import InProcessTransfer

@@ -11,8 +11,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import resolve_model_path
 from verl.workers.engine.base import TrainEngine
-from verl.workers.roles.memory import phase_memory
-from verl.workers.roles.training import infer_columns, log_prob_micro_batching, start_engine
+from verl.workers.roles.training import infer_columns, log_prob_micro_batching, phase_memory, start_engine
 
 
 class TeacherWorker(Worker):

@@ -19,7 +19,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_wo
 from verl.single_controller.ray.rank_monitor import RecentMemory, explain_death
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.training_health import add_memory_advice
-from verl.workers.roles.memory import phase_memory
+from verl.workers.roles.training import phase_memory
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.32 GiB of which 1 GiB is free."
