@@ -10,9 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from verl.cli.check import main
+from verl.cli.check import labelled_segments, main
 from verl.cli.check_report import NOT_TRAINED, TRAINED, Segment
-from verl.cli.check_supervised import labelled_segments
 from verl.cli.init import create_project
 from verl.utils.reward_score import registry
 
