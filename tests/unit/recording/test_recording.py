@@ -22,8 +22,7 @@ from verl import recording
 from verl.recording import schema
 from verl.recording.docs import render
 from verl.recording.redaction import Redaction
-from verl.recording.retention import delete_oldest, groups_within, step_to_drop
-from verl.recording.writer import RecordWriter
+from verl.recording.writer import RecordWriter, delete_oldest, groups_within, step_to_drop
 
 ROOT = Path(__file__).parents[3]
 

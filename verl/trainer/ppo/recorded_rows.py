@@ -15,8 +15,7 @@ import torch
 from verl.algos.groups import Trajectories
 from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
-from verl.recording.retention import groups_within
-from verl.recording.writer import RecordWriter
+from verl.recording.writer import RecordWriter, groups_within
 from verl.single_controller.ray.batch_ref import BatchRef
 from verl.trainer.common.dumps import plain_value
 from verl.trainer.ppo.response_texts import (

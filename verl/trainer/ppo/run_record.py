@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.config import PPOConfig
 from verl.protocol import DataProto
-from verl.recording.retention import delete_oldest
+from verl.recording.writer import delete_oldest
 from verl.trainer.common.dumps import ResponseFiles, dump_batch
 from verl.trainer.common.rank_poll import Groups
 from verl.trainer.common.recorder import KEY, Recorder

@@ -19,8 +19,7 @@ import torch
 from verl.algos.preference import Pairs, pair_losses
 from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
-from verl.recording.retention import groups_within
-from verl.recording.writer import RecordWriter
+from verl.recording.writer import RecordWriter, groups_within
 from verl.trainer.common.dumps import decode
 from verl.trainer.common.recorder import Recorder
 from verl.trainer.ppo.recorded_rows import TEXT_BYTES, RowOptions, validation_columns
