@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.training_harness import close, make_task, make_trainer, overrides
 from verl.config import load_config
-from verl.trainer.ppo.response_texts import ResponseText
+from verl.trainer.common.dumps import ResponseText
 from verl.trainer.ppo.validator import Validator, join_samples, known_scores, sample_metrics
 
 

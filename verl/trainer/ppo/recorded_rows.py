@@ -17,14 +17,14 @@ from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
 from verl.recording.writer import RecordWriter, groups_within
 from verl.single_controller.ray.batch_ref import BatchRef
-from verl.trainer.common.dumps import plain_value
-from verl.trainer.ppo.response_texts import (
+from verl.trainer.common.dumps import (
     FINISHED,
     ResponseText,
     RowTexts,
     Turn,
     ground_truths,
     json_line,
+    plain_value,
     prompt_texts,
     response_texts,
     row_texts,

@@ -12,11 +12,11 @@ from verl.algos.groups import Trajectories
 from verl.config import PPOConfig
 from verl.config.layout import scored_by_model
 from verl.protocol import DataProto, object_array
+from verl.trainer.common.dumps import ground_truths, response_texts, texts_of_batch
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.ppo.advantage import compute_response_mask
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.recorded_rows import DESCRIPTIONS
-from verl.trainer.ppo.response_texts import ground_truths, response_texts, texts_of_batch
 from verl.trainer.ppo.scoring import (
     Correctness,
     correct_flags,

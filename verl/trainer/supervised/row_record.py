@@ -20,10 +20,9 @@ from verl.algos.preference import Pairs, pair_losses
 from verl.protocol import DataProto
 from verl.recording.redaction import Redaction
 from verl.recording.writer import RecordWriter, groups_within
-from verl.trainer.common.dumps import decode
+from verl.trainer.common.dumps import ResponseText, Turn, decode
 from verl.trainer.common.recorder import Recorder
 from verl.trainer.ppo.recorded_rows import TEXT_BYTES, RowOptions, validation_columns
-from verl.trainer.ppo.response_texts import ResponseText, Turn
 
 ID_BYTES, _VALUE_BYTES = 4, 4
 

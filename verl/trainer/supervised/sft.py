@@ -13,10 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.config import SFTConfig, SFTDataConfig
 from verl.models.loading import read_config
 from verl.protocol import DataProto
+from verl.trainer.common.dumps import ResponseText
 from verl.trainer.common.recorder import Recorder
 from verl.trainer.evaluation import reward_rules, score_samples
 from verl.trainer.ppo.recorded_rows import RowOptions, record_validation
-from verl.trainer.ppo.response_texts import ResponseText
 from verl.trainer.ppo.validator import sample_correctness, sample_metrics
 from verl.trainer.supervised.row_record import ValidationRecord
 from verl.trainer.supervised.trainer import SupervisedTrainer, custom_dataset
