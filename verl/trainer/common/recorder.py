@@ -1,14 +1,10 @@
-"""Recorder: records metrics, phases, events and samples of a run for `verl.recording`, outside of the critical path.
-
-AlertPoster: posts new alerts of the health rules to `trainer.record.alert_url`.
-"""
+"""Recorder: records metrics, phases, events and samples of a run for `verl.recording`, outside of the critical path."""
 
 from __future__ import annotations
 
 import logging
 import os
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -21,8 +17,8 @@ import numpy as np
 
 from verl.config import RunConfig
 from verl.planning.phases import GB, MemoryPlan
-from verl.recording import health, read, schema
-from verl.recording.health import Finding
+from verl.recording import schema
+from verl.recording.health import AlertPoster
 from verl.recording.redaction import Redaction
 from verl.recording.writer import RecordWriter
 from verl.trainer.common.checkpoint import SaveResult
@@ -41,11 +37,6 @@ _MAX_WARNINGS, _MAX_ALL_WARNINGS = 20, 1000
 _CONTROLLER = "controller"
 # Seconds to write the last records at the end of a run; after a second stop signal, which must not wait.
 _CLOSE_TIMEOUT_S, _KILLED_TIMEOUT_S = 60.0, 2.0
-# Seconds between two checks for alerts, which take at most this share of the time.
-_MIN_CHECK_INTERVAL_S, _MAX_CHECK_SHARE = 30.0, 0.01
-# Seconds until the same alert is posted again, if it had ended meanwhile.
-_REPEAT_S = 3600.0
-_POST_TIMEOUT_S = 10.0
 
 
 class Recorder:
@@ -258,71 +249,3 @@ def vocabulary(tokenizer: Any) -> dict[str, list[Any]]:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) or hasattr(value, "item") else value
-
-
-class AlertPoster:
-    """Checks the recording in intervals until `close`. An alert is posted when it begins, as a JSON object.
-
-    An alert that could not be posted is posted at the next check.
-    """
-
-    def __init__(self, folder: Path, url: str, run: Mapping[str, Any], interval: float = _MIN_CHECK_INTERVAL_S) -> None:
-        """`folder`: of the recording. `run`: fields of every message, such as the names of the run."""
-        self._recording, self._url, self._run = read(folder), url, dict(run)
-        self._interval = interval
-        self._posted: dict[str, float] = {}
-        """By rule: when its alert was last posted, or last held since."""
-        self._cache: health.Cache = {}
-        self._fails = False
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._check_in_intervals, name="recording-alerts", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Check a last time, and end the thread; safe to call twice."""
-        self._closing.set()
-        self._thread.join(2 * _POST_TIMEOUT_S)
-
-    def _check_in_intervals(self) -> None:
-        pause = self._interval
-        try:
-            while not self._closing.wait(pause):
-                pause = max(self._interval, self._check() / _MAX_CHECK_SHARE)
-            self._check()
-        except Exception as error:  # noqa: BLE001 - logged; a missing alert must not end a training run
-            logger.warning("trainer.record.alert_url: alerts are not posted any more: %r", error)
-
-    def _check(self) -> float:
-        """Post what is new; return the seconds that the rules took."""
-        begin = time.perf_counter()
-        findings = health.findings(health.load(self._recording, time.time(), self._cache))
-        seconds = time.perf_counter() - begin
-        for finding in findings:
-            if finding.level == "alert" and finding.is_current:
-                is_new = time.monotonic() - self._posted.get(finding.rule, -_REPEAT_S) >= _REPEAT_S
-                if not is_new or self._post(finding):
-                    self._posted[finding.rule] = time.monotonic()
-        return seconds
-
-    def _post(self, finding: Finding) -> bool:
-        """Post an alert; return whether the server accepted it. The address may contain a secret: it is not logged."""
-        import httpx
-
-        settings = [f"{key}={value}" for key, value in finding.settings]
-        name = self._run.get("experiment", "")
-        text = f"{name}, step {finding.last_step}: {finding.title} {finding.figure} {finding.remedy}"
-        message = {
-            "text": " ".join([text.strip(), *settings]),
-            **self._run,
-            **finding._asdict(),
-            "settings": dict(finding.settings),
-        }
-        try:
-            status = httpx.post(self._url, json=message, timeout=_POST_TIMEOUT_S).status_code
-            problem = None if status < 300 else f"status {status}"
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            problem = type(error).__name__
-        if problem is not None and not self._fails:
-            logger.warning("trainer.record.alert_url: the alert %s could not be posted: %s", finding.rule, problem)
-        self._fails = problem is not None
-        return problem is None

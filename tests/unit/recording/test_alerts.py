@@ -13,7 +13,7 @@ import pytest
 from tests.support.recordings import close, open_writer, write_step
 from verl.config import ConfigError, load_config
 from verl.recording import schema
-from verl.trainer.common.recorder import AlertPoster
+from verl.recording.health import AlertPoster
 
 RUN = {"experiment": "grpo", "project": "tests"}
 
@@ -79,7 +79,7 @@ def test_an_alert_is_posted_once_with_its_figure_and_remedy(tmp_path, webhook):
 
 
 def test_a_refused_alert_is_posted_again_and_the_address_is_not_logged(tmp_path, webhook, caplog, monkeypatch):
-    monkeypatch.setattr("verl.trainer.common.recorder._MAX_CHECK_SHARE", 1.0)  # no pauses by the cost of a check
+    monkeypatch.setattr("verl.recording.health._MAX_CHECK_SHARE", 1.0)  # no pauses by the cost of a check
     hook = webhook(500, 503)
     poster = AlertPoster(truncated_run(tmp_path), hook.url, RUN, interval=0.01)
     for _ in range(3):
