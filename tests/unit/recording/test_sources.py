@@ -17,8 +17,7 @@ from verl.config.devices import DeviceUsage
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.recording.writer import RecordWriter
 from verl.single_controller.base.worker import RankUsage
-from verl.trainer.common.rank_poll import RankPoll, _increase
-from verl.trainer.common.recorder import _WarningHandler, events_of, planned_memory
+from verl.trainer.common.recorder import RankPoll, _increase, _WarningHandler, events_of, planned_memory
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery.supervisor import record_restart
 from verl.utils import progress
@@ -96,7 +95,7 @@ class Group:
 
 
 def test_ranks_engines_and_devices_get_their_records(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.common.rank_poll._MIN_POLL_S", 0.0)
+    monkeypatch.setattr("verl.trainer.common.recorder._MIN_POLL_S", 0.0)
     writer, actor, critic = writer_of(tmp_path), Group(), Group(colocated=True)
     poll = RankPoll(lambda: {"actor_rollout": actor, "critic": critic, "mine": SimpleNamespace()}, writer, step=4)
     poll.step_ended(5)
@@ -117,8 +116,8 @@ def test_ranks_engines_and_devices_get_their_records(tmp_path, monkeypatch):
 
 
 def test_a_poll_that_fails_repeatedly_is_logged_once_and_ends(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("verl.trainer.common.rank_poll._MIN_POLL_S", 0.0)
-    monkeypatch.setattr("verl.trainer.common.rank_poll._MIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr("verl.trainer.common.recorder._MIN_POLL_S", 0.0)
+    monkeypatch.setattr("verl.trainer.common.recorder._MIN_INTERVAL_S", 0.01)
     failing = SimpleNamespace(rank_usage=None)  # has no query_ranks
     writer = writer_of(tmp_path)
     with caplog.at_level(logging.WARNING, logger="verl"):

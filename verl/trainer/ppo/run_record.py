@@ -16,8 +16,7 @@ from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.recording.writer import delete_oldest
 from verl.trainer.common.dumps import ResponseFiles, dump_batch
-from verl.trainer.common.rank_poll import Groups
-from verl.trainer.common.recorder import KEY, Recorder
+from verl.trainer.common.recorder import KEY, Groups, Recorder
 from verl.trainer.common.run_start import RunStart
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.run_summary import RunSummary
