@@ -19,9 +19,10 @@ import numpy as np
 
 from verl.algos.groups import Groups, Trajectories
 from verl.config import PPOConfig
-from verl.protocol import DataProto, object_array
+from verl.protocol import DataProto
 from verl.trainer.common.training_health import no_samples_error
 from verl.trainer.ppo.advantage import trajectory_values
+from verl.trainer.ppo.generator import with_unique_uids
 from verl.trainer.ppo.row_balancing import concat_rows
 from verl.trainer.ppo.scoring import SUMMED_AGENT_METRICS
 from verl.workers.reward_manager.naive import FAILED_COLUMN
@@ -230,15 +231,3 @@ def differing_trajectories(batch: DataProto, trajectory_uids: np.ndarray, metric
     """
     values = trajectory_values(batch, metric, "algorithm.filter_groups.metric")
     return Groups(trajectory_uids, Trajectories.of(batch).mask).has_spread(values, _TOLERANCE).cpu().numpy()
-
-
-def with_unique_uids(prompts: DataProto, uses: Counter[str]) -> DataProto:
-    """Return the prompts with a unique `uid` each: a prompt that occurs twice in a step (at the end of an epoch) forms
-    two groups with different sampling noise. `uses`: occurrences per `uid` so far; updated."""
-    uids = []
-    for uid in map(str, prompts.non_tensor_batch["uid"]):
-        uses[uid] += 1
-        uids.append(uid if uses[uid] == 1 else f"{uid}~{uses[uid]}")
-    unique = prompts.select()
-    unique.non_tensor_batch["uid"] = object_array(uids)
-    return unique

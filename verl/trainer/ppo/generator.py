@@ -19,7 +19,6 @@ from verl.config import PPOConfig
 from verl.config.layout import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import decode
-from verl.trainer.ppo.dynamic_sampling import with_unique_uids
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, OnFinished, trajectory_names
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.row_balancing import local_columns, select_read_by
@@ -295,3 +294,15 @@ class RewardOverlap:
             yield score
         finally:
             self.share = scorer.submitted / max(1, len(batch))
+
+
+def with_unique_uids(prompts: DataProto, uses: Counter[str]) -> DataProto:
+    """Return the prompts with a unique `uid` each: a prompt that occurs twice in a step (at the end of an epoch) forms
+    two groups with different sampling noise. `uses`: occurrences per `uid` so far; updated."""
+    uids = []
+    for uid in map(str, prompts.non_tensor_batch["uid"]):
+        uses[uid] += 1
+        uids.append(uid if uses[uid] == 1 else f"{uid}~{uses[uid]}")
+    unique = prompts.select()
+    unique.non_tensor_batch["uid"] = object_array(uids)
+    return unique
