@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl.cli.listing import is_installed
-from verl.config.install import IN_CHECKOUT, requirements_of
+from verl.config.problems import IN_CHECKOUT, requirements_of
 from verl.version import __version__
 
 Status = Literal["ok", "info", "warning", "failed"]

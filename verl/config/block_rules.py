@@ -10,9 +10,8 @@ from importlib.util import find_spec
 
 from verl.config import names
 from verl.config.engine import CriticModelConfig, ModelConfig, OptimConfig
-from verl.config.install import install_command
 from verl.config.ppo import CustomClassConfig, SamplerConfig
-from verl.config.problems import Report, show
+from verl.config.problems import Report, install_command, show
 from verl.config.rollout import GeneratorConfig
 from verl.config.schema import Block, entries, get_path, join
 from verl.config.trainer import RunConfig

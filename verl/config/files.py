@@ -11,11 +11,10 @@ from pathlib import Path
 from verl.config import names
 from verl.config.block_rules import check_lora_package
 from verl.config.context_length import context_rules
-from verl.config.install import install_command
 from verl.config.layout import BLOCK_OF_ROLE
 from verl.config.megatron import model_layout_rules, roles_on_megatron
 from verl.config.ppo import PPOConfig
-from verl.config.problems import Report
+from verl.config.problems import Report, install_command
 from verl.config.schema import Block, get_path
 from verl.config.trainer import RunConfig
 

@@ -1,11 +1,18 @@
-"""Problems of a configuration, collected and raised together, and helpers for their text."""
+"""Problems of a configuration, collected and raised together, and helpers for their text, such as install commands."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+IN_CHECKOUT = (Path(__file__).parents[2] / "pyproject.toml").is_file()
+_EXTRA = re.compile(r"(?:make setup-\S+, or )?pip install -e \.\[(\w+)\]")
+# "vllm>=0.24; extra == \"vllm\"": the requirement, and the extra that adds it.
+_REQUIREMENT = re.compile(r"(?P<package>[^;]+?) *;.*extra == [\"'](?P<extra>\w+)[\"']")
 
 
 @dataclass(frozen=True)
@@ -128,3 +135,28 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     candidates = [other for other in known if len(name) > _SHORT_NAME or other[:1].lower() == name[:1].lower()]
     near = difflib.get_close_matches(name, candidates, n=1)
     return near[0] if near else None
+
+
+def install_command(command: str) -> str:
+    """Return `command` (`pip install -e .[extra]`, perhaps after `make setup-extra, or`) for this installation.
+
+    Outside of a checkout it names the requirements of the extra: the name of this package could be that of another one
+    on the package index.
+    """
+    match = _EXTRA.fullmatch(command)
+    if IN_CHECKOUT or match is None:
+        return command
+    packages = requirements_of(match[1])
+    return f"pip install {' '.join(packages)}" if packages else command
+
+
+def requirements_of(extra: str) -> list[str]:
+    """Return the quoted requirements that an extra of the installed package adds."""
+    import importlib.metadata  # --help need not import it
+
+    try:
+        declared = importlib.metadata.requires("verl") or ()
+    except importlib.metadata.PackageNotFoundError:  # on PYTHONPATH only
+        return []
+    matches = (_REQUIREMENT.fullmatch(text) for text in declared)
+    return [f'"{match["package"]}"' for match in matches if match is not None and match["extra"] == extra]

@@ -10,9 +10,8 @@ from verl.config.block_rules import check_engine, engine_rules, is_installed
 from verl.config.context_length import context_limit_of_folder, read_model_config
 from verl.config.engine import MegatronConfig
 from verl.config.generation import EvalRewardConfig
-from verl.config.install import install_command
 from verl.config.megatron import ModelDimensions, ParallelSizeCheck, block_rules
-from verl.config.problems import Report
+from verl.config.problems import Report, install_command
 from verl.config.roles import CustomRewardFunctionConfig
 from verl.config.rollout import GeneratorConfig
 from verl.config.schema import key

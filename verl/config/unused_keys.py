@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from verl.config import names
 from verl.config.block_rules import check_engine, is_installed
-from verl.config.install import install_command
 from verl.config.layout import (
     ACTOR,
     BLOCK_OF_ROLE,
@@ -22,7 +21,7 @@ from verl.config.layout import (
     shares_devices,
 )
 from verl.config.ppo import PPOConfig
-from verl.config.problems import Report, show
+from verl.config.problems import Report, install_command, show
 from verl.config.schema import Block, get_path, join, walk
 
 # Maximum number of keys that a notice lists: scripts often set whole blocks.

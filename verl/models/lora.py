@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from verl.config.block_rules import ALL_LINEAR, module_matcher
-from verl.config.install import install_command
+from verl.config.problems import install_command
 from verl.models.loading import ModelKind
 
 ADAPTER_FOLDER = "lora_adapter"

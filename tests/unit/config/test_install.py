@@ -4,8 +4,8 @@ import importlib.metadata
 
 import pytest
 
-from verl.config import ConfigError, install, load_config
-from verl.config.install import install_command
+from verl.config import ConfigError, load_config, problems
+from verl.config.problems import install_command
 
 DECLARED = [
     "torch>=2.9",
@@ -18,7 +18,7 @@ DECLARED = [
 
 @pytest.fixture
 def wheel(monkeypatch):
-    monkeypatch.setattr(install, "IN_CHECKOUT", False)
+    monkeypatch.setattr(problems, "IN_CHECKOUT", False)
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: DECLARED)
 
 
