@@ -58,7 +58,7 @@ CHANNELS = {
         "verl/single_controller/base/worker_group.py",
         "pickle.loads",
     ): "an exception of a worker, by Ray or those connections",
-    ("verl/workers/rollout/process/messages.py", "pickle.loads"): "a socketpair that the child inherits",
+    ("verl/workers/rollout/process/transport.py", "pickle.loads"): "a socketpair that the child inherits",
     ("verl/utils/reward_score/calls.py", "pickle.loads"): "a socket in a folder of mode 0700",
     ("verl/utils/process_pool/pool.py", "pickle.loads"): "a socketpair that the child inherits",
     ("verl/utils/process_pool/fork_server.py", "pickle.loads"): "a socketpair that the child inherits",

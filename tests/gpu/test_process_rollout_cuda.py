@@ -24,7 +24,7 @@ from verl.types.weights import WeightMismatchError
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.process.process_rollout import ProcessRollout
-from verl.workers.rollout.process.shared_buffer import SharedBuffer
+from verl.workers.rollout.process.transport import SharedBuffer
 from verl.workers.sharding_manager import InProcessTransfer
 
 pytestmark = pytest.mark.gpu

@@ -22,8 +22,8 @@ from verl.utils.progress import activity
 from verl.utils.stacks import Stack, own_stacks
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import BaseRollout, FollowerRollout
-from verl.workers.rollout.process.messages import EngineSpec
 from verl.workers.rollout.process.process_rollout import ProcessRollout
+from verl.workers.rollout.process.transport import EngineSpec
 
 
 def open_rollout(

@@ -15,7 +15,7 @@ import torch
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.sequence import Sequence
 from verl.types.request import EngineBrokenError, Output, Request, SamplingParams
-from verl.workers.rollout.process.shared_buffer import BufferHandle, SharedBuffer
+from verl.workers.rollout.process.transport import BufferHandle, SharedBuffer
 from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine, sampling_arguments
 from verl.workers.rollout.vllm_rollout.vllm_rollout import SleepMode, WeightReceiver, engine_arguments, vLLMRollout
 

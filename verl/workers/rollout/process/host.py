@@ -28,7 +28,10 @@ from verl.utils.process_tree import die_with_parent, kill_tree_but_trackers
 from verl.utils.progress import current_activity, pulse_count
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.placement import engine_start
-from verl.workers.rollout.process.messages import (
+from verl.workers.rollout.process.transport import (
+    BucketHandle,
+    BufferHandle,
+    BufferReader,
     EngineInfo,
     EngineSpec,
     FinishedRequests,
@@ -38,7 +41,6 @@ from verl.workers.rollout.process.messages import (
     ProgressReport,
     remote_exception,
 )
-from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferHandle, BufferReader
 
 _PROGRESS_INTERVAL_S = 0.5
 # After these errors nothing can be computed any more; out-of-memory errors are not among them.

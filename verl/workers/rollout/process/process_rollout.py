@@ -30,7 +30,7 @@ from verl.utils.exceptions import RemoteTraceback
 from verl.utils.process_tree import describe_exit, kill_group, kill_tree_but_trackers
 from verl.utils.progress import activity, add_helper, pulse, remove_helper
 from verl.workers.rollout.base import RELEASE_TAGS, BaseRollout, Load
-from verl.workers.rollout.process.messages import (
+from verl.workers.rollout.process.transport import (
     EngineInfo,
     EngineSpec,
     FinishedRequests,
@@ -38,9 +38,10 @@ from verl.workers.rollout.process.messages import (
     MethodCall,
     MethodReply,
     ProgressReport,
+    SharedBuffer,
+    open_shared_buffer,
     remote_exception,
 )
-from verl.workers.rollout.process.shared_buffer import SharedBuffer, open_shared_buffer
 from verl.workers.rollout.weights import bucket_layout, layout_bytes
 
 _HOST_MODULE = "verl.workers.rollout.process.host"

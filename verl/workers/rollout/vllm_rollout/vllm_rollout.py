@@ -27,7 +27,7 @@ from verl.utils.resources import split_cores
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.base import RELEASE_TAGS
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments, request_loop
-from verl.workers.rollout.process.shared_buffer import BucketHandle, BufferReader, SharedBuffer
+from verl.workers.rollout.process.transport import BucketHandle, BufferReader, SharedBuffer
 from verl.workers.rollout.vllm_rollout.step_engine import VllmStepEngine
 from verl.workers.rollout.weights import CheckpointWeights, bucket_layout, dtype_name, layout_bytes
 

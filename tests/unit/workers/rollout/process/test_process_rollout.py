@@ -131,7 +131,7 @@ def test_a_callback_may_ask_the_engine_again(hosted):
 
 def test_one_bit_that_flips_on_the_way_is_refused(hosted, monkeypatch):
     """In the shared memory itself, after the trainer has written it."""
-    from verl.workers.rollout.process.shared_buffer import SharedBuffer
+    from verl.workers.rollout.process.transport import SharedBuffer
 
     put = SharedBuffer.put
 

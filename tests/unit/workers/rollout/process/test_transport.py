@@ -11,13 +11,13 @@ import torch
 from verl.inference.memory import DriverError
 from verl.types.request import EngineDiedError
 from verl.types.weights import TensorSlice, TensorSpec
-from verl.workers.rollout.process import shared_buffer
-from verl.workers.rollout.process.shared_buffer import BufferHandle, BufferReader, SharedBuffer
+from verl.workers.rollout.process import transport
+from verl.workers.rollout.process.transport import BufferHandle, BufferReader, SharedBuffer
 from verl.workers.rollout.weights import TensorAssembler
 
 READER = """
 import pickle, sys
-from verl.workers.rollout.process.shared_buffer import BufferReader
+from verl.workers.rollout.process.transport import BufferReader
 bucket = BufferReader().bucket(pickle.load(sys.stdin.buffer))
 pickle.dump({key: tensor.clone() for key, tensor in bucket.items()}, sys.stdout.buffer)
 """
@@ -82,7 +82,7 @@ class OnDevice:
 
 
 def test_only_what_means_that_there_is_no_ipc_sends_weights_through_the_host(monkeypatch):
-    monkeypatch.setattr(shared_buffer, "SharedBuffer", OnDevice)
+    monkeypatch.setattr(transport, "SharedBuffer", OnDevice)
     cuda = torch.device("cuda", 1)
 
     def there(error: Exception | None) -> OnDevice:
@@ -90,7 +90,7 @@ def test_only_what_means_that_there_is_no_ipc_sends_weights_through_the_host(mon
             if error is not None:
                 raise pickle.loads(pickle.dumps(error))  # it comes from another process
 
-        return shared_buffer.open_shared_buffer(64, cuda, open_there)
+        return transport.open_shared_buffer(64, cuda, open_there)
 
     assert there(None).device == cuda
     assert there(DriverError("cuIpcOpenMemHandle_v2 failed: operation not supported", 801)).device.type == "cpu"
