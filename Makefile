@@ -79,9 +79,9 @@ docs-serve: $(DOCS)/.installed
 
 # Pages that are generated from the code.
 docs-pages: setup
-	$(BIN)/python -m verl.config.docs > docs/reference/config.md
+	$(BIN)/python docs/scripts/config_page.py > docs/reference/config.md
 	$(BIN)/python -m verl.types.schema > docs/reference/columns.md
-	$(BIN)/python -m verl.recording.docs > docs/reference/recording.md
+	$(BIN)/python docs/scripts/recording_page.py > docs/reference/recording.md
 	$(BIN)/python docs/scripts/python_api.py > docs/reference/python_api.md
 	$(BIN)/python docs/scripts/notebooks.py
 

@@ -28,7 +28,7 @@ CONFIGURED = {
     "verl.trainer.main_eval": ["data.path=a.parquet"],
 }
 # Modules of this repository without options and --help.
-WITHOUT_OPTIONS = {"verl.config.docs", "verl.recording.docs", "verl.types.schema", "tests.support.documents"}
+WITHOUT_OPTIONS = {"verl.types.schema", "tests.support.documents"}
 # Commands that are not checked, with the reason.
 KNOWN = {
     "export": "sets a variable of the reader's shell",

@@ -1,7 +1,7 @@
 """The streams of a recording in one table: files, fields, types, units and meanings.
 
-Writer, reader and `docs/reference/recording.md` (`verl.recording.docs`) are derived from it. Adding a field or a stream
-keeps the version; a change that existing readers would misread increments it.
+Writer, reader and `docs/reference/recording.md` (by `docs/scripts/recording_page.py`) are derived from it. Adding a
+field or a stream keeps the version; a change that existing readers would misread increments it.
 """
 
 from __future__ import annotations

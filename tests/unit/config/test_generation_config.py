@@ -2,9 +2,9 @@
 
 import pytest
 
+from tests.support.doc_scripts import load_script
 from verl.config import ConfigError, EvalConfig, GenerationConfig, RolloutConfig, as_config, load_config
 from verl.config.compose import default_tree, groups
-from verl.config.docs import render
 from verl.config.schema import alias_table, entries, get_path, walk
 
 GIVEN = ("data.path=openai/gsm8k", "data.output_path=out.parquet", "model.path=a/b", "trainer.device=cpu")
@@ -28,7 +28,7 @@ def test_yaml_holds_a_default_for_exactly_the_declared_keys(cls, name):
 
 
 def test_page_has_every_block():
-    page = render()
+    page = load_script("config_page.py").render()
     for cls, heading in ((GenerationConfig, "Generation: "), (EvalConfig, "Evaluation: ")):
         for path, entry in walk(cls):
             assert entry.block is None or f" {heading}{path}\n" in page

@@ -3,10 +3,10 @@
 import hydra
 import pytest
 
+from tests.support.doc_scripts import load_script
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.command_line import hydra_arguments
 from verl.config.compose import default_tree, groups
-from verl.config.docs import render
 from verl.config.schema import alias_table, get_path, walk
 from verl.config.supervised import describe
 
@@ -39,7 +39,7 @@ def test_keys_are_explained_and_other_spellings_are_not_keys():
         assert entry.key.doc.endswith("."), path
         assert len(entry.key.doc) < 120, path
     assert not set(alias_table(SFTConfig)) & set(declared)
-    page = render()
+    page = load_script("config_page.py").render()
     for path, entry in declared.items():
         assert entry.block is None or f" SFT: {path}\n" in page
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,19 +10,11 @@ import sys
 import pytest
 
 from tests.support.commands import ROOT
+from tests.support.doc_scripts import load_script
 from tests.support.document_runner import PageRun
 
 SOURCES = sorted((ROOT / "examples/notebooks").glob("*.py"))
-
-
-def load_notebooks():
-    spec = importlib.util.spec_from_file_location("notebooks", ROOT / "docs/scripts/notebooks.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-notebooks = load_notebooks()
+notebooks = load_script("notebooks.py")
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import xml.dom.minidom
@@ -11,6 +10,7 @@ import pytest
 import yaml
 
 from tests.support.commands import ROOT
+from tests.support.doc_scripts import load_script
 from tests.support.documents import DOCUMENTS, is_site_page
 
 README = (ROOT / "README.md").read_text()
@@ -101,12 +101,3 @@ def test_a_curve_is_drawn_from_the_metrics_of_a_run(tmp_path):
 
 def test_the_figure_of_batch_sizes_is_what_its_script_draws():
     assert (ROOT / "docs/figures/batch_sizes.svg").read_text() == load_script("batch_sizes.py").draw()
-
-
-def load_script(name: str):
-    """A module of docs/scripts."""
-    path = ROOT / "docs/scripts" / name
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

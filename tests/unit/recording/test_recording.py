@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.doc_scripts import load_script
 from verl import recording
 from verl.recording import schema
-from verl.recording.docs import render
 from verl.recording.redaction import Redaction
 from verl.recording.writer import RecordWriter, delete_oldest, groups_within, step_to_drop
 
@@ -494,7 +494,9 @@ def test_a_damaged_step_is_named(tmp_path):
 
 def test_the_page_of_fields_is_current():
     page = (ROOT / "docs/reference/recording.md").read_text()
-    assert page == render(), "run: python -m verl.recording.docs > docs/reference/recording.md"
+    assert page == load_script("recording_page.py").render(), (
+        "run: python docs/scripts/recording_page.py > docs/reference/recording.md"
+    )
 
 
 def test_every_field_has_one_line_of_meaning():

@@ -1,4 +1,4 @@
-"""`python -m verl.recording.docs > docs/reference/recording.md`: the page of all streams and fields."""
+"""Generates docs/reference/recording.md, the page of all streams and fields; `make docs-pages` runs it."""
 
 from __future__ import annotations
 
