@@ -129,7 +129,7 @@ def test_a_template_that_writes_messages_otherwise_at_their_place_is_an_error():
     tokenizer = copy.copy(chat_tokenizer("smollm2"))
     numbered = tokenizer.chat_template.replace("message['content'] +", "(loop.index|string) + message['content'] +")
     for mode in ("strict", "ignore_strippable"):
-        with pytest.raises(ValueError, match=r"tokens appended turn by turn are not those of the chat template"):
+        with pytest.raises(ValueError, match=rf"tokenization_sanity_check_mode = {mode}: .*\(different text\)"):
             Chat(tokenizer, TOOLS, chat_template=numbered).check(mode)
 
 
@@ -168,7 +168,7 @@ def test_how_the_template_writes_a_call(family):
 def test_a_model_without_a_template_is_refused():
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(ValueError, match=r"the tokenizer has no chat template.*-Instruct"):
+    with pytest.raises(ValueError, match=r"-Instruct.*data.apply_chat_template_kwargs.chat_template"):
         Chat(tokenizer)
 
 

@@ -168,7 +168,7 @@ def test_rewards_of_turns_stand_on_the_last_token_sampled_until_then():
     calls = answer([1], [10], -1.0), answer([1, 10, 90], [11], -1.0)
     rows = rows_from_trajectories([made(output, *calls)], pad_token_id=0)
     assert rows.batch["turn_rewards"].tolist() == [[0.5, 0.0, 1.25, 0.0]]
-    with pytest.raises(ValueError, match="position 9"):
+    with pytest.raises(ValueError, match=r"turn_rewards: .*\b9\b.*\b1 response tokens"):
         made(AgentLoopOutput([1], [10], [1], turn_rewards=[(9, 1.0)]))
 
 
@@ -214,14 +214,16 @@ def test_an_aborted_answer_makes_an_aborted_trajectory():
 def test_what_a_loop_may_not_return_is_named():
     with pytest.raises(ValueError, match="3 response_mask"):
         AgentLoopOutput([1], [10], [1, 1, 1])
-    with pytest.raises(TypeError, match="Return an AgentLoopOutput"):
+    with pytest.raises(TypeError, match="AgentLoopOutput"):
         made([])
 
 
 @pytest.mark.parametrize("own", [{"reward_score": float("nan")}, {"turn_rewards": [(1, float("inf"))]}])
 def test_a_reward_that_is_no_number_is_refused(own: dict[str, Any]):
     output = AgentLoopOutput([1], [2, 3], [1, 1], **own)
-    with pytest.raises(ValueError, match="rewards are not finite"):
+    with pytest.raises(
+        ValueError, match=r"reward_score nan, turn_rewards \[\]|reward_score None, turn_rewards \[inf\]"
+    ):
         build_trajectory(output, CallTrace(), "u", 0)
 
 

@@ -32,7 +32,7 @@ async def test_a_throttle_limits_concurrent_calls_and_fails_if_no_slot_becomes_f
     await asyncio.gather(*(work() for _ in range(30)))
     assert most == 3
     async with throttle.slot(1.0), throttle.slot(1.0), throttle.slot(1.0):
-        with pytest.raises(CallLimitError, match=r"too many calls at once; none ended within 0.01 s"):
+        with pytest.raises(CallLimitError, match=r"at once.*\b0\.01 s"):
             await _enter(throttle, 0.01)
     await _enter(throttle, 0.01)
 
@@ -42,7 +42,7 @@ async def test_a_throttle_limits_calls_per_second_and_rejects_those_that_would_w
     start = time.monotonic()
     await asyncio.gather(*(_enter(throttle, 5.0) for _ in range(24)))
     assert time.monotonic() - start >= 0.19
-    with pytest.raises(CallLimitError, match=r"more than 20 calls per second; no start within 0.001 s"):
+    with pytest.raises(CallLimitError, match=r"\b20 calls per second.*\b0\.001 s"):
         await asyncio.gather(*(_enter(throttle, 0.001) for _ in range(30)))
 
 

@@ -38,7 +38,7 @@ class Own(AgentLoopWorker):
 def test_a_stream_does_not_pass_by_what_a_worker_does_with_a_batch(task: dict[str, str], tmp_path: Path):
     own = f"{ROLLOUT}.agent.agent_loop_manager_class={__name__}.Own"
     trainer = make_trainer(overrides(task, tmp_path, *GRPO, "trainer.mode=async", own))
-    with pytest.raises(ValueError, match=r"agent_loop_manager_class = .*Own.* set trainer\.mode=sync"):
+    with pytest.raises(ValueError, match=r"agent_loop_manager_class = .*Own.*trainer\.mode=sync"):
         trainer.init_workers()
     trainer.state.end()
     close(trainer)
@@ -62,7 +62,7 @@ def test_single_turn_agents_train_bit_for_bit_as_the_engine_alone_does(task: dic
     # The data asks for what this run does not do.
     rows = DataProto.from_single_dict(next(iter(alone.train_dataloader)))
     rows.non_tensor_batch["agent_name"] = object_array(["tool_agent"] * len(rows))
-    with pytest.raises(ValueError, match=r"Set actor_rollout_ref\.rollout\.mode=async"):
+    with pytest.raises(ValueError, match=r"agent_name.*actor_rollout_ref\.rollout\.mode=async"):
         alone.generator.generate(rows, step=3, validate=False, reward_fn=None, retry=lambda call: call())
 
 

@@ -165,7 +165,7 @@ def test_an_engine_that_breaks_ends_the_call_and_says_why(two: AgentSetup, task:
 
 
 def test_agents_of_another_generation_are_told_that_it_is_over(two: AgentSetup, task: dict[str, str]):
-    with pytest.raises(WorkerCallError, match="generation has ended"):
+    with pytest.raises(WorkerCallError, match="EngineLostError"):
         two.agents.generate_sequences(prompts_of(task, 1, "deep"), two.handles)
 
 

@@ -41,7 +41,7 @@ def test_an_empty_batch_has_no_groups():
 
 
 def test_one_id_per_row_is_needed():
-    with pytest.raises(ValueError, match=r"index: .*5 rows.*\(2,\)"):
+    with pytest.raises(ValueError, match=r"^index: .*\b5 rows.*\(2,\)"):
         Groups(["a", "b"], MASK)
 
 

@@ -50,7 +50,7 @@ def test_where_each_has_one_row_nothing_is_copied(ids):
 
 
 def test_one_id_per_row():
-    with pytest.raises(ValueError, match="trajectory: 2 ids for 5 rows"):
+    with pytest.raises(ValueError, match=r"^trajectory: 2\b.*\b5\b"):
         Trajectories(["a", "b"], MASK)
 
 

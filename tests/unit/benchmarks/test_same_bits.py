@@ -19,5 +19,5 @@ def test_cases_are_selected_by_name_and_default_to_all():
 
 
 def test_an_unknown_case_is_an_error_with_the_known_names():
-    with pytest.raises(SystemExit, match=r"gpso.*ppo_critic, gspo, sft"):
+    with pytest.raises(SystemExit, match=r"--cases: .*gpso.*ppo_critic, gspo, sft"):
         select_cases(KNOWN, ["gspo", "gpso"])

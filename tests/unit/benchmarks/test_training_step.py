@@ -102,5 +102,5 @@ def test_every_request_of_vllm_has_the_length_of_its_row():
 
     scheduled = with_lengths(generate, lambda: torch.tensor([3, 5]))
     assert scheduled(["x", "y"], sampling_params=Params(), use_tqdm=False) == [3, 5]
-    with pytest.raises(ValueError, match="3 prompts"):
+    with pytest.raises(ValueError, match=r"\b3 prompts .*n=1\b.*\b2 lengths"):
         scheduled(["x", "y", "z"], sampling_params=Params(), use_tqdm=False)

@@ -253,5 +253,5 @@ def test_two_bounds_are_not_one_number(text):
 
 
 def test_bounds_that_a_file_made_one_number_are_refused():
-    with pytest.raises(ConfigError, match=rf"{CORRECTION}\.rollout_is_threshold = 0.52: .*below 1"):
+    with pytest.raises(ConfigError, match=rf"{CORRECTION}\.rollout_is_threshold = 0\.52: .*\b1\b"):
         load(f"{CORRECTION}={{rollout_is: token, rollout_is_threshold: 0.5_2}}")

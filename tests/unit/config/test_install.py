@@ -42,5 +42,7 @@ def test_in_a_checkout_the_extra_is_named():
 def test_a_missing_engine_names_the_requirements(wheel, monkeypatch):
     monkeypatch.setattr("verl.config.block_rules.is_installed", lambda package: package != "sglang")
     overrides = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=m", "trainer.device=cpu"]
-    with pytest.raises(ConfigError, match=r'Run pip install "sglang!=0.5.18,>=0.5.12"; or set'):
+    with pytest.raises(
+        ConfigError, match=r'pip install "sglang!=0\.5\.18,>=0\.5\.12".*actor_rollout_ref\.rollout\.name=native'
+    ):
         load_config(None, [*overrides, "actor_rollout_ref.rollout.name=sglang"])

@@ -333,9 +333,9 @@ def test_as_config_takes_ours_a_dict_or_a_dictconfig():
         assert actor.optim.lr == 1e-6
     assert as_config(OptimConfig, {"lr": 1}, at="critic.optim").weight_decay == 0.01
     assert isinstance(as_config(PPOConfig, None), PPOConfig)
-    with pytest.raises(ValueError, match="Set at to one of them"):
+    with pytest.raises(ValueError, match=r"^at: OptimConfig .*actor_rollout_ref\.actor\.optim, critic\.optim"):
         as_config(OptimConfig, {})
-    with pytest.raises(ConfigError, match="Did you mean"):
+    with pytest.raises(ConfigError, match=r"actor\.clip_ration = 0\.3: .*actor\.clip_ratio\?"):
         as_config(ActorConfig, {"clip_ration": 0.3})
 
 

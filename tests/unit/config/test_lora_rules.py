@@ -34,10 +34,10 @@ def test_one_expression_stands_alone_and_names_are_a_list(names, found):
 @pytest.mark.parametrize(
     ("override", "why"),
     [
-        ("target_modules=[]", "is empty"),
-        ("target_modules=[q_proj,'.*v_proj']", "one of several entries"),
-        ("target_modules=[all-linear,q_proj]", "one of several entries"),
-        ("exclude_modules=['(q_proj']", "is invalid"),
+        ("target_modules=[]", "lora_rank = 8"),
+        ("target_modules=[q_proj,'.*v_proj']", r": .*: '\.\*v_proj'"),
+        ("target_modules=[all-linear,q_proj]", ": .*: 'all-linear'"),
+        ("exclude_modules=['(q_proj']", "position 0"),
     ],
 )
 def test_what_cannot_be_matched_is_refused_with_its_key(override, why):

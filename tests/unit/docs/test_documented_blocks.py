@@ -190,8 +190,8 @@ def test_modes_overrides_files_and_outputs_are_read_from_a_page():
     assert [block.mode for block in parse(PAGE, "examples/README.md")] == [SLOW, NOT_EXECUTED, COMPOSED]
     wrong = {
         "<!-- executed: sometimes -->\n```bash\nls\n```\n": "unknown directive",
-        "```bash\nls\n```\n<!-- output: nearly -->\n```text\na\n```\n": "unknown directive",
-        "<!-- composed: why -->\n```bash\nls\n```\n```text\na\n```\n": "not executed has an output",
+        "```bash\nls\n```\n<!-- output: nearly -->\n```text\na\n```\n": "'<!-- output: nearly -->",
+        "<!-- composed: why -->\n```bash\nls\n```\n```text\na\n```\n": "^README.md: .*output",
     }
     for text, message in wrong.items():
         with pytest.raises(ValueError, match=message):

@@ -172,7 +172,7 @@ def test_countdown_puzzles_are_solvable_all_different_and_decided_by_the_seed(tm
 
 def test_a_row_without_a_field_is_named_with_its_place(tmp_path, run):
     write_lines(tmp_path / "raw" / "train.jsonl", [{"question": "?", "answer": "#### 1"}, {"question": "?"}])
-    with pytest.raises(SystemExit, match=r"train row 1: no 'answer' \(found: question\)"):
+    with pytest.raises(SystemExit, match=r"train row 1: .*'answer' \(found: question\)"):
         run("gsm8k", "--local_dataset_path", tmp_path / "raw")
 
 

@@ -193,21 +193,23 @@ def test_errors_have_the_shape_of_their_api():
     with running_gateway(lambda _: "x" * 50, max_model_len=60, max_turns=1) as gateway:
         with open_ai(gateway) as client:
             create = client.chat.completions.create
-            with pytest.raises(openai.BadRequestError, match="maximum context length is 60") as caught:
+            with pytest.raises(openai.BadRequestError, match=r"\b60 tokens.* 103 tokens.*--max-model-len") as caught:
                 create(model="m", messages=[{"role": "user", "content": "x" * 100}])
             assert caught.value.code == "context_length_exceeded"
-            with pytest.raises(openai.BadRequestError, match="n: 2 is not supported"):
+            with pytest.raises(openai.BadRequestError, match=r"400 - n: 2\b"):
                 create(model="m", messages=[ASK], n=2)
-            with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: temprature"):
+            with pytest.raises(openai.BadRequestError, match=r"400 - .*temprature.*temperature"):
                 create(model="m", messages=[ASK], extra_body={"temprature": 1})
             assert len(create(model="m", messages=[ASK]).choices[0].message.content) < 50, "what fits into the model"
-            with pytest.raises(openai.PermissionDeniedError, match="limit of 1 responses"):
+            with pytest.raises(openai.PermissionDeniedError, match=r"403 - .*--max-session-turns"):
                 create(model="m", messages=[ASK])
         with anthropic_client(gateway, "t") as client:
-            with pytest.raises(anthropic.BadRequestError, match="maximum context length is 60") as refused:
+            with pytest.raises(
+                anthropic.BadRequestError, match=r"\b60 tokens.* 103 tokens.*--max-model-len"
+            ) as refused:
                 client.messages.create(model="m", max_tokens=5, messages=[{"role": "user", "content": "x" * 100}])
             assert refused.value.body["error"]["type"] == "invalid_request_error"
-            with pytest.raises(anthropic.BadRequestError, match="Extra inputs"):
+            with pytest.raises(anthropic.BadRequestError, match=r"400 - .*temprature"):
                 client.messages.create(model="m", max_tokens=5, messages=[ASK], extra_body={"temprature": 1})
             with pytest.raises(anthropic.NotFoundError):
                 client.post("/v2/messages", body={}, cast_to=object)
@@ -265,7 +267,7 @@ def test_a_session_that_is_ended_cuts_off_its_requests():
         failed = []
 
         def ask():
-            with pytest.raises(openai.APIStatusError, match="has ended") as caught:
+            with pytest.raises(openai.APIStatusError, match="410 - ") as caught:
                 client.chat.completions.create(model="m", messages=[ASK])
             failed.append(caught)
 

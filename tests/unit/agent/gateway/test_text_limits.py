@@ -59,11 +59,11 @@ def add_request(model, text, session=None, **fields):
 @pytest.mark.parametrize(("api", "more"), [(CHAT, {}), (MESSAGES, {"max_tokens": 5})])
 def test_a_conversation_that_cannot_fit_is_refused_untokenised(model, api, more):
     too_long = CONTEXT * LONGEST + 1
-    with pytest.raises(ApiError, match="at most 16000 can fit") as refused:
+    with pytest.raises(ApiError, match=r"16023 characters.*\b16000\b.*--max-model-len") as refused:
         asyncio.run(model.read(api, body(user("x" * too_long), **more)))
     assert (refused.value.status, refused.value.content["error"]["code"]) == (400, "context_length_exceeded")
     many = [user("x" * 100)] * (too_long // 100)
-    with pytest.raises(ApiError, match="at most 16000 can fit"):
+    with pytest.raises(ApiError, match=r"18884 characters.*\b16000\b.*--max-model-len"):
         asyncio.run(model.read(api, body(*many, **more)))
     assert model.tokenizer.texts == []
 
@@ -71,7 +71,7 @@ def test_a_conversation_that_cannot_fit_is_refused_untokenised(model, api, more)
 def test_a_body_that_cannot_fit_is_refused_unread():
     most = CONTEXT * LONGEST * 12 + 2**20
     check_body(b"x" * most, MODEL_INFO)
-    with pytest.raises(ApiError, match=f"at most {most}") as refused:
+    with pytest.raises(ApiError, match=rf"{most + 1} bytes.*\b1000 tokens.*\b{most}\b") as refused:
         check_body(b"x" * (most + 1), MODEL_INFO)
     assert refused.value.status == 413
 
@@ -87,7 +87,7 @@ def test_short_texts_stay_in_the_process_and_long_ones_go_to_workers(model, monk
 
 def test_a_grammar_is_compiled_in_a_worker(model):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-    with pytest.raises(ApiError, match="needs a fast tokenizer"):  # which the one that counts is not
+    with pytest.raises(ApiError, match=r"response_format.*tokenizer\.json"):  # which the one that counts is not
         add_request(model, "hello", response_format=form)
     assert model._workers.calls == ["read_request"]
     without = Model(MODEL_INFO, model.tokenizer, get_parser("hermes"), grammars=False)
@@ -109,5 +109,5 @@ def test_a_request_that_is_sent_twice_at_once_has_one_place(model):
 
 
 def test_the_options_of_a_template_are_limited(model):
-    with pytest.raises(ApiError, match="at most 16000 can fit"):
+    with pytest.raises(ApiError, match=r"20025 characters.*\b16000\b.*--max-model-len"):
         asyncio.run(model.read(CHAT, body(user("x"), chat_template_kwargs={"a": "b" * 20_000})))
