@@ -241,9 +241,9 @@ def test_closing_fails_whoever_waits_also_while_halted(start):
     engine.halt("test")
     future = engine.submit([request("a")])[0]
     engine.close()
-    with pytest.raises(RuntimeError, match="closed before this request was finished"):
+    with pytest.raises(RuntimeError, match="closed"):
         future.result()
-    with pytest.raises(RuntimeError, match="engine is closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         engine.submit([request("b")])
 
 
@@ -279,7 +279,7 @@ def test_stop_strings_end_an_answer_and_need_a_tokenizer(start):
     stopped = engine.submit([request("b", stop)])[0].result()
     assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[: end + 1], "stop")
     bare = AsyncEngine(engine._engine)
-    with pytest.raises(ValueError, match=r"stop=\['<|user|>'\] needs a tokenizer"):
+    with pytest.raises(ValueError, match=r"'c': stop=\['<\|user\|>'\].*stop_token_ids"):
         bare.submit([request("c", stop)])
 
 

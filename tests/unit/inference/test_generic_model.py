@@ -117,23 +117,23 @@ def test_weights_lie_in_one_region_and_ties_stay_ties():
 @pytest.mark.parametrize(
     ("family", "changes", "cause"),
     [
-        ("mamba", {}, "MambaForCausalLM: its state is not a KV cache"),
-        ("bloom", {}, "BloomForCausalLM: it does not use transformers' attention interface"),
-        ("llama4_text", {"head_dim": 16}, "Llama4ForCausalLM: it has layers of type chunked_attention"),
-        ("gpt_oss", {"head_dim": 16, "layer_types": ["full_attention"] * 2}, r"GptOssForCausalLM: its logits differ"),
+        ("mamba", {}, "MambaForCausalLM: .*KV cache"),
+        ("bloom", {}, "BloomForCausalLM: .*attention interface"),
+        ("llama4_text", {"head_dim": 16}, "Llama4ForCausalLM: .*chunked_attention"),
+        ("gpt_oss", {"head_dim": 16, "layer_types": ["full_attention"] * 2}, r"GptOssForCausalLM: .*\d%"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "LlamaForCausalLM: beyond 512 tokens its dynamic rotary embedding depends on the other sequences",
+            "LlamaForCausalLM: .*512 tokens.*max_model_len is 513",
         ),
     ],
 )
 def test_models_that_cannot_run_paged_are_refused_by_name(family, changes, cause):
-    with pytest.raises(ValueError, match=f"the native engine cannot run {cause}.*Set name=hf"):
+    with pytest.raises(ValueError, match=rf"{cause}.*name=hf"):
         GenericModel(tiny_model(family, **changes), max_length=513)
 
 
 def test_an_encoder_is_refused():
     config = T5Config(vocab_size=64, d_model=16, d_ff=16, num_layers=1, num_heads=2, d_kv=8)
-    with pytest.raises(ValueError, match="cannot run T5ForConditionalGeneration: it has an encoder"):
+    with pytest.raises(ValueError, match=r"T5ForConditionalGeneration: .*name=hf"):
         GenericModel(T5ForConditionalGeneration(config), max_length=64)

@@ -102,7 +102,7 @@ def test_an_aborted_answer_goes_on_where_it_stood(answer):
 
 
 def test_a_schema_that_is_none_and_a_grammar_that_never_ends_are_refused():
-    with pytest.raises(ValueError, match="Invalid type: nonsense"):
+    with pytest.raises(ValueError, match="nonsense"):
         json_grammar({"type": "nonsense"})
     with pytest.raises(ValueError, match=r"grammar.*ignore_eos"):
         SamplingParams(grammar="x", ignore_eos=True)

@@ -103,11 +103,11 @@ def test_a_slot_is_reused_after_unloading_and_its_prefixes_are_not(folders, regi
     engine, loras = registry
     loras.load("one", folders["a1"])
     loras.load("two", folders["a2"])
-    with pytest.raises(ValueError, match="all 2 slots are in use"):
+    with pytest.raises(ValueError, match=r"lora_name: .*--max-loras"):
         loras.load("three", folders["a3"])
     submit(engine, "one").result(60)
     loras.unload("one")
-    with pytest.raises(ValueError, match="'one' is not loaded"):
+    with pytest.raises(ValueError, match=r"'r-one': .*'one'"):
         submit(engine, "one")
     loras.load("one", folders["a3"])
     output = submit(engine, "one").result(60)
@@ -122,7 +122,7 @@ def test_running_requests_of_an_unloaded_adapter_finish_before_its_slot_is_reuse
     engine.halt("test")
     future = submit(engine, "one")
     loras.unload("one")
-    with pytest.raises(ValueError, match="in use"):
+    with pytest.raises(ValueError, match=r"lora_name: .*--max-loras"):
         loras.load("three", folders["a3"])
     engine.resume("test")
     assert future.result(60).token_ids == greedy(adapted(1))
@@ -154,12 +154,13 @@ LM_HEAD = {
     "base_model.model.lm_head.lora_A.weight": torch.zeros(RANK, 64),
     "base_model.model.lm_head.lora_B.weight": torch.zeros(264, RANK),
 }
+UNREADABLE = r"adapter_config\.json' .* read:"
 WRONG: dict[str, tuple[Any, str]] = {
-    "rank": (lambda folder: save_adapter(folder, peft_model("qwen2", 1, RANK + 1)), "rank 5, more than"),
-    "config rank": (lambda folder: change_config(folder, r=3), r"need \[3, 128\]"),
+    "rank": (lambda folder: save_adapter(folder, peft_model("qwen2", 1, RANK + 1)), "rank 5.*--max-lora-rank 4"),
+    "config rank": (lambda folder: change_config(folder, r=3), r"down_proj.*\[4, 128\].*\[3, 128\]"),
     "dora": (lambda folder: change_config(folder, use_dora=True), "use_dora"),
-    "huge rank": (lambda folder: change_config(folder, r=10**400), "more than"),
-    "rank true": (lambda folder: change_config(folder, r=True), "no valid rank"),
+    "huge rank": (lambda folder: change_config(folder, r=10**400), "rank 1000.*--max-lora-rank 4"),
+    "rank true": (lambda folder: change_config(folder, r=True), r"config\.json' .* r\.$"),
     "huge alpha": (lambda folder: change_config(folder, lora_alpha=10**400), "lora_alpha"),
     "no alpha": (lambda folder: change_config(folder, lora_alpha=None), "lora_alpha"),
     "activated adapter": (lambda folder: change_config(folder, alora_invocation_tokens=[1]), "alora_invocation"),
@@ -167,36 +168,51 @@ WRONG: dict[str, tuple[Any, str]] = {
     "quantised groups": (lambda folder: change_config(folder, use_qalora=True), "use_qalora"),
     "block diagonal": (lambda folder: change_config(folder, use_bdlora={"a": 1}), "use_bdlora"),
     "singular values": (lambda folder: change_config(folder, kasa_config={"a": 1}), "kasa_config"),
-    "deep json": (lambda folder: (folder / "adapter_config.json").write_text("[" * 200_000), "cannot be read"),
-    "long number": (lambda folder: (folder / "adapter_config.json").write_text("1" * 5000), "cannot be read"),
+    "deep json": (lambda folder: (folder / "adapter_config.json").write_text("[" * 200_000), UNREADABLE),
+    "long number": (lambda folder: (folder / "adapter_config.json").write_text("1" * 5000), UNREADABLE),
     "long json": (lambda folder: (folder / "adapter_config.json").write_text(" " * 2**21), "more than"),
-    "not utf-8": (lambda folder: (folder / "adapter_config.json").write_bytes(b"\xff\xfe{}"), "cannot be read"),
+    "not utf-8": (lambda folder: (folder / "adapter_config.json").write_bytes(b"\xff\xfe{}"), UNREADABLE),
     "kind": (lambda folder: change_config(folder, peft_type="IA3"), "peft_type"),
     "saved modules": (lambda folder: change_config(folder, modules_to_save=["lm_head"]), "modules_to_save"),
-    "no json": (lambda folder: (folder / "adapter_config.json").write_text("{"), "cannot be read"),
-    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), "other formats"),
-    "broken file": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"12345678"), "cannot be read"),
+    "no json": (lambda folder: (folder / "adapter_config.json").write_text("{"), UNREADABLE),
+    "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"adapter_model\.safetensors;"),
+    "broken file": (
+        lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"12345678"),
+        "safetensors' .* read",
+    ),
     "output head": (lambda folder: change_tensors(folder, lambda tensors: {**tensors, **LM_HEAD}), "lm_head"),
     "unknown layer": (
         lambda folder: change_tensors(folder, lambda t: {name.replace("q_proj", "qq"): t[name] for name in t}),
         "qq",
     ),
-    "half": (lambda folder: change_tensors(folder, lambda t: dict(list(t.items())[1:])), "is missing"),
-    "nan": (lambda folder: change_tensors(folder, lambda t: {n: v / 0 for n, v in t.items()}), "not finite"),
+    "half": (
+        lambda folder: change_tensors(folder, lambda t: dict(list(t.items())[1:])),
+        "down_proj.lora_A.weight' .*both",
+    ),
+    "nan": (
+        lambda folder: change_tensors(folder, lambda t: {n: v / 0 for n, v in t.items()}),
+        "lora_A.weight' .*float32",
+    ),
     "overflow by the scale": (
         lambda folder: (
             change_config(folder, lora_alpha=1e38),
             change_tensors(folder, lambda t: {n: v * 100 for n, v in t.items()}),
         ),
-        "not finite",
+        "lora_B.weight' .*float32",
     ),
-    "integers": (lambda folder: change_tensors(folder, lambda t: {n: v.int() for n, v in t.items()}), "dtype I32"),
+    "integers": (
+        lambda folder: change_tensors(folder, lambda t: {n: v.int() for n, v in t.items()}),
+        r"lora_A.weight' .*\bI32\b",
+    ),
     "8-bit floats": (
         lambda folder: change_tensors(folder, lambda t: {n: v.to(torch.float8_e4m3fn) for n, v in t.items()}),
-        "dtype F8",
+        r"lora_A.weight' .*\bF8_E4M3\b",
     ),
-    "huge file": (huge_file, r"model and rank need \[4, 64\]"),
-    "no folder": (lambda folder: (folder / "adapter_config.json").unlink(), "is not a folder"),
+    "huge file": (huge_file, r"\[4, 1073741824\].*\[4, 64\]"),
+    "no folder": (
+        lambda folder: (folder / "adapter_config.json").unlink(),
+        r"lora_path: .*folder .*adapter_config\.json",
+    ),
 }
 
 
@@ -215,7 +231,7 @@ def test_adapters_that_do_not_fit_are_rejected_and_change_nothing(case, tmp_path
 def test_adapters_of_another_model_are_rejected(tmp_path, registry):
     _, loras = registry
     folder = save_adapter(tmp_path, peft_model("qwen2", 1, RANK, intermediate_size=160))
-    with pytest.raises(ValueError, match="this model and rank need"):
+    with pytest.raises(ValueError, match=r"\[4, 160\].*\[4, 128\]"):
         loras.load("wrong", folder)
 
 
@@ -249,7 +265,7 @@ def test_paths_that_are_not_folders_are_rejected(path, registry):
 
 
 def test_adapters_cannot_have_a_name_of_the_model(folders, registry):
-    with pytest.raises(LoraError, match="is the name of the model"):
+    with pytest.raises(LoraError, match="lora_name: 'base'"):
         registry[1].load("base", folders["a1"])
 
 
@@ -274,8 +290,8 @@ def test_only_folders_below_the_root_are_loaded(tmp_path, folders, registry):
         (["--lora-modules", "a=b"], "--enable-lora"),
         (["--lora-root", "/tmp"], "--enable-lora"),
         (["--enable-lora", "--lora-modules", "a"], "NAME=PATH"),
-        (["--enable-lora", "--lora-modules", "base={a1}"], "name of the model"),
-        (["--enable-lora", "--lora-modules", "a={a1}", "a={a2}"], "already loaded"),
+        (["--enable-lora", "--lora-modules", "base={a1}"], "lora_name: 'base'"),
+        (["--enable-lora", "--lora-modules", "a={a1}", "a={a2}"], "lora_name: 'a'"),
     ],
 )
 def test_wrong_options_are_rejected(options, message, folders):

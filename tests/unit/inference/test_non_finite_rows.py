@@ -115,7 +115,7 @@ def test_an_async_engine_raises_for_the_row_alone():
     try:
         params = SamplingParams(max_new_tokens=8, logit_bias=((BROKEN, -100.0),))
         good, bad = engine.submit([Request("good", [5, 6], params), Request("bad", [5, BROKEN], params)])
-        with pytest.raises(FloatingPointError, match=r"weights of version 0 give log-prob nan .* of request 'bad'"):
+        with pytest.raises(FloatingPointError, match=r"version 0\b.*log-prob nan .*'bad'"):
             bad.result()
         assert len(good.result().token_ids) == 8
         assert len(engine.submit([Request("next", [5, 6], params)])[0].result().token_ids) == 8
@@ -129,7 +129,7 @@ def test_a_row_without_an_allowed_token_fails_alone(temperature):
     stuck = SamplingParams(temperature=temperature, stop_token_ids=every, min_new_tokens=2, max_new_tokens=4)
     free = SamplingParams(temperature=temperature, max_new_tokens=4)
     bad, good = run(make_engine(0.1), [Request("bad", [5], stuck), Request("good", [5], free)])
-    with pytest.raises(ValueError, match="request 'bad': no token is allowed at position 1"):
+    with pytest.raises(ValueError, match=r"'bad': .*position 1\b.*min_new_tokens"):
         raise bad.error
     assert good.error is None
     assert len(good.output.token_ids) == 4
@@ -138,11 +138,11 @@ def test_a_row_without_an_allowed_token_fails_alone(temperature):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"prompt_ids": [5, 264]}, "prompt_ids has token 264; ids of this model are 0 to 263"),
-        ({"prompt_ids": [-1]}, "prompt_ids has token -1"),
-        ({"params": SamplingParams(logit_bias=((300, 1.0),))}, "logit_bias has token 300"),
-        ({"params": SamplingParams(stop_token_ids=frozenset([999]))}, "stop_token_ids has token 999"),
-        ({"params": SamplingParams(eos_token_ids=frozenset([999]), min_new_tokens=1)}, "eos_token_ids has token 999"),
+        ({"prompt_ids": [5, 264]}, "prompt_ids .*264;.*263"),
+        ({"prompt_ids": [-1]}, "prompt_ids .*-1;"),
+        ({"params": SamplingParams(logit_bias=((300, 1.0),))}, "logit_bias .*300;"),
+        ({"params": SamplingParams(stop_token_ids=frozenset([999]))}, "stop_token_ids .*999;"),
+        ({"params": SamplingParams(eos_token_ids=frozenset([999]), min_new_tokens=1)}, "eos_token_ids .*999;"),
     ],
 )
 def test_token_ids_outside_of_the_vocabulary_are_rejected(fields, words):
@@ -201,13 +201,13 @@ def test_parameters_that_are_accepted_give_finite_log_probs():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"temperature": 1e-40}, "sampling temperature: 1e-40 is invalid. Use 0 .greedy., or 1e-05 to 100000"),
-        ({"temperature": 1e308}, "1e-05 to 100000"),
-        ({"repetition_penalty": 1e-40}, "repetition_penalty: 1e-40 is invalid. Use 0.001 to 1000"),
-        ({"presence_penalty": math.inf}, "presence_penalty: inf"),
-        ({"frequency_penalty": math.nan}, "frequency_penalty: nan"),
-        ({"logit_bias": ((3, -math.inf),)}, "logit_bias of token 3: -inf is invalid"),
-        ({"top_k": 2**63}, "top_k"),
+        ({"temperature": 1e-40}, "temperature: 1e-40 .*1e-05 to 100000"),
+        ({"temperature": 1e308}, r"temperature: 1e\+308 .*1e-05 to 100000"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: 1e-40 .*0.001 to 1000"),
+        ({"presence_penalty": math.inf}, r"presence_penalty: inf .*-1e\+09 to 1e\+09"),
+        ({"frequency_penalty": math.nan}, r"frequency_penalty: nan .*-1e\+09 to 1e\+09"),
+        ({"logit_bias": ((3, -math.inf),)}, r"logit_bias of token 3: -inf .*-1e\+09 to 1e\+09"),
+        ({"top_k": 2**63}, f"top_k: {2**63} .*-1"),
     ],
 )
 def test_rejected_parameters_name_their_bounds(fields, words):

@@ -184,14 +184,14 @@ def test_a_step_ahead_wastes_one_row_on_a_sequence_that_had_ended_and_its_slot_i
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers():
     engine = make_engine(num_blocks=5, block_size=4)
     engine.check(Request("fits", [1] * 13, replace(PARAMS, max_new_tokens=8)))
-    with pytest.raises(ValueError, match=r"'long': 14 prompt and 8 new tokens need 6 KV blocks of 4 .* are 5"):
+    with pytest.raises(ValueError, match=r"'long': 14\b.*\b8\b.*\b6 KV blocks of 4\b.*\b5\b.*max_new_tokens"):
         engine.add(sequences([1]) and [Sequence(Request("long", [1] * 14, PARAMS))])
-    with pytest.raises(ValueError, match="100 prompt and 0 generated tokens fill"):
+    with pytest.raises(ValueError, match=r"'longer': 100\b.*\b0\b.*max_model_len=100"):
         engine.check(Request("longer", [1] * 100, PARAMS))
 
 
 def test_stop_strings_are_refused_where_nobody_can_read_them():
-    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+    with pytest.raises(ValueError, match=r"'r0': .*stop_token_ids"):
         make_engine().add(sequences([1], params=replace(PARAMS, stop=("x",))))
 
 
@@ -208,9 +208,9 @@ def test_more_running_sequences_than_a_step_has_tokens_are_not_admitted():
 @pytest.mark.parametrize(
     ("columns", "error", "words"),
     [
-        ((math.nan, 0.0, 0.0), FloatingPointError, "version 7 give log-prob nan to token 3 of request 'r1'"),
-        ((-1.0, -math.inf, 0.0), FloatingPointError, "hold NaN or inf"),
-        ((-1.0, -1.0, math.nan), ValueError, "request 'r1': no token is allowed at position 2"),
+        ((math.nan, 0.0, 0.0), FloatingPointError, "version 7 .*log-prob nan .*token 3 .*'r1'"),
+        ((-1.0, -math.inf, 0.0), FloatingPointError, "version 7 .*log-prob -1.0 .*token 3 .*'r1'"),
+        ((-1.0, -1.0, math.nan), ValueError, "'r1': .*position 2:"),
     ],
 )
 def test_a_row_that_is_not_finite_ends_alone_with_an_error(columns, error, words):

@@ -315,38 +315,38 @@ def test_a_request_that_fails_in_the_engine_fails_alone(address, complete):
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"echo": 1}, "echo", "valid boolean"),
-        ({"suffix": "x"}, "suffix", "not supported"),
-        ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"n": 129}, "n", "less than or equal to 128"),
-        ({"n": True}, "n", "valid integer"),
-        ({"temperature": "hot"}, "temperature", "valid number"),
-        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"temperature": 1e-40}, "temperature", "at least 1e-05"),
-        ({"top_p": 0}, "top_p", "greater than 0"),
-        ({"min_tokens": 13}, "min_tokens", "more than the 12 tokens"),
-        ({"max_tokens": 0}, "max_tokens", "at least 1"),
-        ({"max_tokens": MAX_LENGTH}, "max_tokens", f"maximum context length is {MAX_LENGTH} tokens"),
-        ({"stop": [""]}, "stop", "at least 1 character"),
-        ({"stop": "x" * 513}, "stop", "at most 512 characters"),
-        ({"stop": ["x"] * 17}, "stop", "at most 16 items"),
-        ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
-        ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.001"),
-        ({"logit_bias": {"999": 5}}, "logit_bias", "no token 999; ids are 0 to 287"),
+        ({"echo": 1}, "echo", "boolean"),
+        ({"suffix": "x"}, "suffix", "suffix"),
+        ({"n": 0}, "n", "1 (got 0)"),
+        ({"n": 129}, "n", "128 (got 129)"),
+        ({"n": True}, "n", "integer"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"temperature": -1}, "temperature", "0 (got -1)"),
+        ({"temperature": 1e-40}, "temperature", "1e-05"),
+        ({"top_p": 0}, "top_p", "0 (got 0)"),
+        ({"min_tokens": 13}, "min_tokens", "12 tokens"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens"),
+        ({"max_tokens": MAX_LENGTH}, "max_tokens", f"{MAX_LENGTH} tokens"),
+        ({"stop": [""]}, "stop", "1 character"),
+        ({"stop": "x" * 513}, "stop", "512 characters"),
+        ({"stop": ["x"] * 17}, "stop", "16 items"),
+        ({"logprobs": 21}, "logprobs", "20 (got 21)"),
+        ({"presence_penalty": 3}, "presence_penalty", "2 (got 3)"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "0.001"),
+        ({"logit_bias": {"999": 5}}, "logit_bias", "999; ids are 0 to 287"),
         ({"logit_bias": {"x": 5}}, "logit_bias", "pattern"),
-        ({"logit_bias": {"9": 500}}, "logit_bias", "less than or equal to 100"),
+        ({"logit_bias": {"9": 500}}, "logit_bias", "100 (got 500)"),
         ({"stop_token_ids": [2**63]}, "stop_token_ids", "stop_token_ids[0]"),
         ({"stop_token_ids": [2**70]}, None, "64 bits"),
         ({"temperature": 10**400}, None, "401 digits"),
-        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stream": "yes"}, "stream", "boolean"),
         ({"stream_options": 1}, "stream_options", "object"),
-        ({"seed": 1.5}, "seed", "valid integer"),
-        ({"tempreature": 1}, "tempreature", "Did you mean temperature?"),
-        ({"prompt": [1, 999]}, "prompt", "no token 999"),
+        ({"seed": 1.5}, "seed", "integer"),
+        ({"tempreature": 1}, "tempreature", "temperature?"),
+        ({"prompt": [1, 999]}, "prompt", "999"),
         ({"prompt": ""}, "prompt", "empty"),
-        ({"prompt": {"a": 1}}, "prompt", "should be a text"),
-        ({"prompt": "x" * MAX_LENGTH}, "prompt", f"maximum context length is {MAX_LENGTH} tokens"),
+        ({"prompt": {"a": 1}}, "prompt", '{"a": 1}'),
+        ({"prompt": "x" * MAX_LENGTH}, "prompt", f"{MAX_LENGTH} tokens"),
     ],
 )
 def test_a_bad_request_is_refused_with_its_own_message(client, fields, param, words):
@@ -359,26 +359,26 @@ def test_a_bad_request_is_refused_with_its_own_message(client, fields, param, wo
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"messages": []}, "at least 1 item"),
-        ({"messages": [{"content": "x"}]}, "role"),
+        ({"messages": []}, "messages: .*1 item.*0"),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\]\.role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages[0].content[0].text: is missing",
+            r"messages\[0\]\.content\[0\]\.text",
         ),
-        ({"messages": [{"role": "user", "content": None}]}, "content should be a text"),
-        ({"top_logprobs": 3}, "needs logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tools": [WEATHER], "tool_choice": "later"}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice requires"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "may not set tokenize"),
-        ({"chat_template": "{{ messages[7].content }}"}, "the chat template rejects"),
-        ({"chat_template": "hello", "tools": [WEATHER]}, "the chat template of this model does not render"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_object"}, "min_tokens": 5}, "goes with neither min_tokens nor ignore_eos"),
+        ({"messages": [{"role": "user", "content": None}]}, r'messages\[0\]: content .*"content": null'),
+        ({"top_logprobs": 3}, "top_logprobs: .* logprobs"),
+        ({"tools": [{"type": "function"}]}, r"tools\[0\]\.function"),
+        ({"tools": [WEATHER], "tool_choice": "later"}, 'tool_choice: .*"later"'),
+        ({"tool_choice": "required"}, "tool_choice .*tools"),
+        ({"chat_template_kwargs": {"tokenize": True}}, r"chat_template_kwargs: .*\btokenize\b"),
+        ({"chat_template": "{{ messages[7].content }}"}, "template .*list object has no element 7"),
+        ({"chat_template": "hello", "tools": [WEATHER]}, "^Error code: 400 - tools: .*template"),
+        ({"response_format": {"type": "xml"}}, r'response_format\.type: .*"xml"'),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 5}, "response_format: .*min_tokens .*ignore_eos"),
     ],
 )
 def test_a_bad_chat_is_refused(client, fields, words):
-    with pytest.raises(openai.BadRequestError, match=re.escape(words)):
+    with pytest.raises(openai.BadRequestError, match=words):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], extra_body=fields)
 
 
@@ -388,7 +388,7 @@ def test_fields_that_ask_for_nothing_are_let_through(complete):
 
 
 def test_other_refusals_have_the_status_clients_expect(client, address):
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
+    with pytest.raises(openai.NotFoundError, match=r"404 - .*'gpt-9'"):
         client.completions.create(model="gpt-9", prompt="x")
     with pytest.raises(openai.NotFoundError, match="/v1/completions"):
         client.embeddings.create(model="tiny", input="x")
@@ -459,7 +459,7 @@ def test_a_teacher_tells_the_log_probs_of_given_tokens_by_id(complete, address, 
     assert choice.prompt_logprobs[0] is None
     assert "41" in choice.prompt_logprobs[1]
     assert len(choice.prompt_logprobs[1]) in (2, 3)
-    with pytest.raises(openai.BadRequestError, match="goes with neither"):
+    with pytest.raises(openai.BadRequestError, match=r"prompt_logprobs: .*logprobs, echo"):
         complete(echo=True, extra={"prompt_logprobs": 2})
 
 
@@ -468,7 +468,7 @@ def test_a_server_of_another_vocabulary_or_none_at_all_is_no_teacher(address, mo
     TeacherServer("big", [address], 0).check(TOKENIZER, "student", 100)
     other = tiny_tokenizer()
     other.add_tokens([f"<|other{number}|>" for number in range(6)])
-    with pytest.raises(ValueError, match=r"teacher_models\.big\.url: http.*= student: token"):
+    with pytest.raises(ValueError, match=r"teacher_models\.big\.url: http.*model\.path = student: token 266 .*other5"):
         TeacherServer("big", [address], 0).check(other, "student", 100)
     monkeypatch.setattr("verl.utils.network._FIRST_PAUSE_S", 0.0)
     with pytest.raises(ConnectionError, match=r"teacher_models\.big\.url"):
@@ -480,7 +480,7 @@ def test_a_server_that_cannot_read_the_longest_rows_is_refused_before_training(a
     monkeypatch.setenv("VERL_API_KEY", KEY)
     teacher = TeacherServer("big", [address], 0)
     teacher.check(TOKENIZER, "student", MAX_LENGTH - 1)
-    with pytest.raises(ValueError, match=r"up to 50000 .*up to 50000 .*--max-model-len 50001 or more"):
+    with pytest.raises(ValueError, match=r"teacher_models\.big\.url: http.*50000 .*50000 .*--max-model-len 50001\b"):
         teacher.check(TOKENIZER, "student", MAX_LENGTH)
 
 
@@ -596,7 +596,7 @@ def test_answers_have_the_format_that_is_asked_for(client):
         assert choice.finish_reason == "stop"
     assert all(choice.message.content.startswith("{") for choice in ask("json_object"))
     assert not any(choice.message.content.startswith("{") for choice in ask("text"))
-    for fields, words in (({}, "should be"), ({"json_schema": {"schema": {"type": "odd"}}}, "Invalid type: odd")):
+    for fields, words in (({}, '"json_schema": {"schema"'), ({"json_schema": {"schema": {"type": "odd"}}}, r"\bodd\b")):
         with pytest.raises(openai.BadRequestError, match=words):
             ask("json_schema", **fields)
 

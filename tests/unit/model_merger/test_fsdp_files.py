@@ -150,11 +150,11 @@ def test_nothing_that_a_file_names_is_run(model, tmp_path):
 def test_a_wrong_world_size_in_the_config_is_named(tmp_path):
     for world_size in (2, 4):
         (tmp_path / f"model_world_size_{world_size}_rank_0.pt").touch()
-    with pytest.raises(ValueError, match=r"several world sizes \(2, 4\)"):
+    with pytest.raises(ValueError, match=r": files .*\(2, 4\)"):
         rank_files(tmp_path)
     for config in ({"world_size": 8}, {}):
         (tmp_path / "fsdp_config.json").write_text(json.dumps(config))
-        with pytest.raises(ValueError, match=rf"fsdp_config.json: world_size is {config.get('world_size')}.* 2, 4"):
+        with pytest.raises(ValueError, match=rf"fsdp_config\.json: world_size is {config.get('world_size')}\b.* 2, 4"):
             rank_files(tmp_path)
 
 

@@ -94,7 +94,7 @@ def one_sequence(query, key, value, scale, window, softcap):
 def test_attention_without_packing_or_with_dropout_is_refused():
     model = tiny_model()
     use_packed_attention(model)
-    with pytest.raises(ValueError, match="packing: Qwen2Attention"):
+    with pytest.raises(ValueError, match=r"^packing: Qwen2Attention"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long))
     x = torch.ones(1, 2, 3, 8)
     with pytest.raises(ValueError, match="use_remove_padding=False"):

@@ -101,7 +101,7 @@ def test_a_run_whose_judge_has_no_room_is_refused_with_its_keys():
 
 def test_a_judge_that_names_no_longest_sequence_is_refused_by_the_key_that_sets_it():
     shapes = {"actor": SHAPE, "judge": replace(SHAPE, positions=None)}
-    with pytest.raises(ValueError, match=r"^reward_model\.rollout\.max_model_len: .* Set it\."):
+    with pytest.raises(ValueError, match=r"^reward_model\.rollout\.max_model_len: "):
         memory_plan(load(*JUDGE), shapes, GPU)
     with_limit = memory_plan(load(*JUDGE, "reward_model.rollout.max_model_len=4096"), shapes, GPU)
     assert with_limit.phase("judge").parts["judge"] > 2 * SHAPE.parameters
@@ -128,5 +128,5 @@ def test_answers_of_a_supervised_run_are_a_phase_with_an_engine():
     assert "sft_answers" in plan.render()
     tight = DeviceMemory("cuda", int(plan.phase("sft").total), "a GPU")
     config = load_sft(ANSWERS, "rollout.gpu_memory_utilization=0.9", "rollout.max_new_tokens=8192")
-    with pytest.raises(ConfigError, match=r"sft_answers phase is planned.*rollout\.gpu_memory_utilization="):
+    with pytest.raises(ConfigError, match=r"sft_answers .*rollout\.gpu_memory_utilization="):
         check_fits(config, lambda changed: supervised_memory_plan(changed, SHAPE, tight))
