@@ -50,38 +50,39 @@ def addresses(data: DataProto) -> dict[str, int]:
 # -------------------------------------------------------------------- exact errors
 
 
-def refuses(message: str, kind: type[Exception] = ValueError):
-    return pytest.raises(kind, match=re.escape(message))
+def refuses(parts: str, kind: type[Exception] = ValueError) -> pytest.RaisesExc[Exception]:
+    """Expects an error whose message has these parts in this order; `…` stands for any text."""
+    return pytest.raises(kind, match=".*".join(re.escape(part) for part in parts.split("…")))
 
 
 def test_making_a_batch_names_the_key_and_the_sizes():
-    with refuses("'b' has batch size (3,), 'a' has (2,)"):
+    with refuses("'b'…(3,)…'a'…(2,)"):
         DataProto.from_dict({"a": torch.zeros(2, 4), "b": torch.zeros(3, 4)})
-    with refuses("'b' has batch size (2, 5), 'a' has (2, 4)"):
+    with refuses("'b'…(2, 5)…'a'…(2, 4)"):
         DataProto.from_dict({"a": torch.zeros(2, 4), "b": torch.zeros(2, 5)}, num_batch_dims=2)
-    with refuses("'a' has shape (); it needs 1 batch dimension(s)"):
+    with refuses("'a'…()…1"):
         DataProto.from_dict({"a": torch.tensor(1)})
-    with refuses("'a' is a list, not a tensor"):
+    with refuses("'a'…list…tensor"):
         DataProto.from_dict({"a": [1, 2]})
-    with refuses("num_batch_dims is 0"):
+    with refuses("num_batch_dims…0"):
         DataProto.from_dict({"a": torch.zeros(2)}, num_batch_dims=0)
-    with refuses("non_tensors need num_batch_dims=1"):
+    with refuses("non_tensors…num_batch_dims=1"):
         DataProto.from_dict({"a": torch.zeros(2, 2)}, {"b": [1, 2]}, num_batch_dims=2)
-    with refuses("non_tensor_batch['b'] has 3 rows, batch has 2"):
+    with refuses("non_tensor_batch['b']…3…batch…2"):
         DataProto.from_dict({"a": torch.zeros(2)}, {"b": [1, 2, 3]})
-    with refuses("non_tensor_batch['c'] has 3 rows, non_tensor_batch['b'] has 2"):
+    with refuses("non_tensor_batch['c']…3…non_tensor_batch['b']…2"):
         DataProto.from_dict(non_tensors={"b": [1, 2], "c": [1, 2, 3]})
-    with refuses("from_single_dict: 'names' is a list; pass a torch.Tensor or a numpy array"):
+    with refuses("from_single_dict: 'names'…list…torch.Tensor"):
         DataProto.from_single_dict({"a": torch.zeros(2), "names": ["x", "y"]})
-    with refuses("non_tensor_batch['b'] is a list; it must be a numpy array"):
+    with refuses("non_tensor_batch['b']…list…numpy"):
         DataProto(non_tensor_batch={"b": [1, 2]})
-    with refuses("batch has no batch dimension"):
+    with refuses("batch_size of the TensorDict"):
         DataProto(TensorDict({"a": torch.zeros(2)}, batch_size=[]))
-    with refuses("batch['inner'] is a TensorDict, not a tensor"):
+    with refuses("batch['inner']…TensorDict"):
         DataProto(TensorDict({"inner": TensorDict({"x": torch.zeros(2)}, batch_size=[2])}, batch_size=[2]))
-    with refuses("batch has size (2, 3), but object arrays ['b']"):
+    with refuses("(2, 3)…['b']"):
         DataProto(TensorDict({"a": torch.zeros(2, 3)}, batch_size=[2, 3]), {"b": object_array([1, 2])})
-    with refuses("from_tensordict: 'inner' is a TensorDict"):
+    with refuses("from_tensordict: 'inner'…TensorDict"):
         inner = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
         DataProto.from_tensordict(TensorDict({"inner": inner}, batch_size=[2]))
 
@@ -100,20 +101,20 @@ def test_a_column_assigned_with_the_wrong_length_is_found_by_the_next_operation(
     ):
         data = a_batch()
         data.non_tensor_batch["late"] = object_array(range(4))
-        with refuses("non_tensor_batch['late'] has 4 rows, batch has 6"):
+        with refuses("non_tensor_batch['late']…4…batch…6"):
             operation(data)
 
 
 def test_unknown_keys_are_named_with_those_that_exist_and_nothing_changes():
     data = a_batch()
     for operation in (data.select, data.pop):
-        with refuses("DataProto.batch: ['idz'] not found; existing: ['ids', 'score']", KeyError):
+        with refuses("DataProto.batch: ['idz']…['ids', 'score']", KeyError):
             operation(["ids", "idz"])
-        with refuses("DataProto.non_tensor_batch: ['x'] not found; existing: ['turns', 'uid']", KeyError):
+        with refuses("DataProto.non_tensor_batch: ['x']…['turns', 'uid']", KeyError):
             operation(["ids"], ["x"])
-        with refuses("DataProto.meta_info: ['lr'] not found; existing: ['step']", KeyError):
+        with refuses("DataProto.meta_info: ['lr']…['step']", KeyError):
             operation(["ids"], ["uid"], ["lr"])
-    with refuses("DataProto.columns: ['x'] not found", KeyError):
+    with refuses("DataProto.columns: ['x']…['ids', 'score', 'turns', 'uid']", KeyError):
         data.rename("x", "y")
     assert list(data.batch.keys()) == ["ids", "score"]
     assert list(data.non_tensor_batch) == ["uid", "turns"]
@@ -122,13 +123,13 @@ def test_unknown_keys_are_named_with_those_that_exist_and_nothing_changes():
 
 def test_rename_refuses_what_would_lose_a_column():
     data = a_batch()
-    with refuses("two columns would be named 'uid'"):
+    with refuses("rename: …'uid'"):
         data.rename("ids", "uid")
-    with refuses("two columns would be named 'x'"):
+    with refuses("rename: …'x'"):
         data.rename(["ids", "uid"], ["x", "x"])
-    with refuses("2 old keys ['ids', 'score'] for 1 new keys ['x']"):
+    with refuses("2 old…['ids', 'score']…1 new…['x']"):
         data.rename(["ids", "score"], ["x"])
-    with refuses("2 old keys ['ids', 'ids'] for 2 new keys ['x', 'y']"):
+    with refuses("2 old…['ids', 'ids']…2 new…['x', 'y']"):
         data.rename(["ids", "ids"], ["x", "y"])
     assert list(data.rename("ids", "input_ids").batch.keys()) == ["input_ids", "score"]
 
@@ -138,25 +139,25 @@ def test_union_refuses_every_kind_of_disagreement():
         return DataProto.from_single_dict(changed)
 
     data = a_batch(2)
-    with refuses("2 rows and 3 rows"):
+    with refuses("union: 2…3"):
         data.union(a_batch(3))
-    with refuses("'score' differs: first in row 1"):
+    with refuses("'score'…row 1"):
         data.union(other(score=torch.tensor([0.0, 5.0])))
-    with refuses("'score' differs: torch.float32 (2,) and torch.float64 (2,)"):
+    with refuses("'score'…torch.float32 (2,)…torch.float64 (2,)"):
         data.union(other(score=torch.tensor([0.0, 1.0], dtype=torch.float64)))
-    with refuses("'score' differs: torch.float32 (2,) and torch.float32 (2, 1)"):
+    with refuses("'score'…torch.float32 (2,)…torch.float32 (2, 1)"):
         data.union(other(score=torch.tensor([[0.0], [1.0]])))
-    with refuses("'uid' differs: first in row 1"):
+    with refuses("'uid'…row 1"):
         data.union(other(uid=object_array(["u0", "x"])))
-    with refuses("'uid' differs: object (2,) and <U2 (2,)"):
+    with refuses("'uid'…object (2,)…<U2 (2,)"):
         data.union(other(uid=np.array(["u0", "u1"])))
-    with refuses("'turns' differs: first in row 1"):
+    with refuses("'turns'…row 1"):
         data.union(other(turns=object_array([[], [1, 2]])))
-    with refuses("'uid' is a tensor in one and an object array in the other"):
+    with refuses("'uid'…tensor…object array"):
         data.union(other(uid=torch.zeros(2)))
-    with refuses("'score' is a tensor in one and an object array in the other"):
+    with refuses("'score'…tensor…object array"):
         data.union(other(score=object_array([0.0, 1.0])))
-    with refuses("meta_info['step'] has different values in the two batches: 1 and 2"):
+    with refuses("meta_info['step']…1…2"):
         data.union(DataProto(meta_info={"step": 2}))
     assert sorted(data.batch.keys()) == ["ids", "score"]
     assert data.union(other(score=torch.tensor([0.0, 1.0]))) is data
@@ -168,7 +169,7 @@ def test_union_functions_leave_their_inputs_alone():
     union_tensor_dict(first, None)["c"] = torch.zeros(2)
     union_tensor_dict(None, second)["c"] = torch.zeros(2)
     assert (list(first.keys()), list(second.keys())) == (["a"], ["b"])
-    with refuses("batch sizes (2,) and (3,)"):
+    with refuses("(2,)…(3,)"):
         union_tensor_dict(first, TensorDict({"b": torch.ones(3)}, [3]))
     one, two = {"a": np.arange(2)}, {"b": np.arange(2)}
     assert sorted(union_numpy_dict(one, two)) == ["a", "b"]
@@ -177,21 +178,21 @@ def test_union_functions_leave_their_inputs_alone():
 
 def test_concat_names_the_part_and_the_column():
     data = a_batch()
-    with refuses("the list is empty"):
+    with refuses("concat: …empty"):
         DataProto.concat([])
-    with refuses("parts 0 and 1 differ in tensor columns ['score']"):
+    with refuses("0…1…tensor…['score']"):
         DataProto.concat([data, data.select(["ids"])])
-    with refuses("parts 0 and 2 differ in non-tensor columns ['uid']"):
+    with refuses("0…2…non-tensor…['uid']"):
         DataProto.concat([data, data, data.select(None, ["turns"])])
-    with refuses("'ids' differs in parts 0 and 1: torch.int64 (2, 4) and torch.int64 (2, 3)"):
+    with refuses("'ids'…0…1: torch.int64 (2, 4)…torch.int64 (2, 3)"):
         DataProto.concat([DataProto.from_dict({"ids": torch.zeros(2, n, dtype=torch.int64)}) for n in (4, 3)])
-    with refuses("'ids' differs in parts 0 and 1: torch.int64 (2,) and torch.float32 (2,)"):
+    with refuses("'ids'…0…1: torch.int64 (2,)…torch.float32 (2,)"):
         DataProto.concat([DataProto.from_dict({"ids": torch.zeros(2, dtype=t)}) for t in (torch.int64, torch.float32)])
-    with refuses("'x' differs in parts 0 and 1: <U1 (1,) and int64 (1,)"):  # numpy would make "1" of the 1
+    with refuses("'x'…0…1: <U1 (1,)…int64 (1,)"):  # numpy would make "1" of the 1
         DataProto.concat([DataProto(non_tensor_batch={"x": np.array([v])}) for v in ("a", 1)])
-    with refuses("'x' differs in parts 0 and 1: float64 (1, 2) and float64 (1, 3)"):
+    with refuses("'x'…0…1: float64 (1, 2)…float64 (1, 3)"):
         DataProto.concat([DataProto(non_tensor_batch={"x": np.zeros((1, n))}) for n in (2, 3)])
-    with refuses("meta_info['step'] has different values in the two batches: 1 and 2"):
+    with refuses("meta_info['step']…1…2"):
         DataProto.concat([DataProto.from_dict({"a": torch.zeros(1)}, meta_info={"step": n}) for n in (1, 2)])
 
 
@@ -209,42 +210,42 @@ def test_concat_takes_parts_without_tensors_and_numbers_of_several_types():
 
 def test_rows_outside_or_of_the_wrong_kind_are_index_errors():
     data = a_batch()
-    with refuses("row 6 of 6", IndexError):
+    with refuses("6 of 6", IndexError):
         data[6]
-    with refuses("row -7 of 6", IndexError):
+    with refuses("-7 of 6", IndexError):
         data[[0, -7]]
-    with refuses("a mask of shape (5,) for 6 rows", IndexError):
+    with refuses("mask…(5,)…6 rows", IndexError):
         data[np.ones(5, dtype=bool)]
-    with refuses("not float64 (1,)", IndexError):
+    with refuses("float64 (1,)", IndexError):
         data.select_idxs([0.5])
-    with refuses("not int64 (1, 1)", IndexError):
+    with refuses("int64 (1, 1)", IndexError):
         data.reorder([[1]])
-    with refuses("not <U3 (1,)", IndexError):
+    with refuses("<U3 (1,)", IndexError):
         data[["ids"]]
 
 
 def test_sizes_that_make_no_sense_are_refused():
     data = a_batch()
     for call, message in (
-        (lambda: data.split(0), "split_size is 0"),
-        (lambda: data.chunk(0), "chunks is 0"),
-        (lambda: data.chunk(4), "6 rows do not divide into 4 chunks"),
-        (lambda: data.repeat(0), "repeat_times is 0"),
-        (lambda: data.sample_level_repeat([1, 2]), "6 rows need 6 counts; got (2,)"),
-        (lambda: data.sample_level_repeat([1] * 5 + [-2]), "got int64, minimum -2"),
-        (lambda: data.sample_level_repeat([0.5] * 6), "got float64, minimum 0.5"),
+        (lambda: data.split(0), "split: split_size…0"),
+        (lambda: data.chunk(0), "chunk: chunks…0"),
+        (lambda: data.chunk(4), "chunk: 6 rows…4 chunks"),
+        (lambda: data.repeat(0), "repeat: repeat_times…0"),
+        (lambda: data.sample_level_repeat([1, 2]), "6 rows…6 counts…(2,)"),
+        (lambda: data.sample_level_repeat([1] * 5 + [-2]), "counts…int64, minimum -2"),
+        (lambda: data.sample_level_repeat([0.5] * 6), "counts…float64, minimum 0.5"),
         (lambda: data.padding(1, "middle"), "candidate 'middle'"),
-        (lambda: data.padding(-1), "cannot append -1 copies of a row to 6 rows"),
-        (lambda: data[:0].padding(2), "cannot append 2 copies of a row to 0 rows"),
-        (lambda: data.make_iterator(0, 1), "mini_batch_size is 0"),
-        (lambda: data.make_iterator(4, 1), "6 rows do not divide into mini-batches of 4"),
-        (lambda: data.make_iterator(2, 1, dataloader_kwargs={"workers": 2}), "unknown dataloader_kwargs ['workers']"),
-        (lambda: pad_dataproto_to_divisor(data, 0), "size_divisor is 0"),
-        (lambda: unpad_dataproto(data, 7), "pad_size is 7"),
-        (lambda: fold_batch_dim(data, 4), "6 rows cannot be folded into 4 rows"),
-        (lambda: unfold_batch_dim(data.select(["ids", "score"], [])), "'score' has shape (6,), 'ids' has (6, 4)"),
-        (lambda: collate_fn([]), "items is empty"),
-        (lambda: collate_fn([data[0], data.select(["ids"])[0]]), "parts 0 and 1 differ in tensor columns ['score']"),
+        (lambda: data.padding(-1), "padding: …-1 copies…6 rows"),
+        (lambda: data[:0].padding(2), "padding: …2 copies…0 rows"),
+        (lambda: data.make_iterator(0, 1), "mini_batch_size…0"),
+        (lambda: data.make_iterator(4, 1), "make_iterator: 6 rows…4"),
+        (lambda: data.make_iterator(2, 1, dataloader_kwargs={"workers": 2}), "dataloader_kwargs ['workers']"),
+        (lambda: pad_dataproto_to_divisor(data, 0), "size_divisor…0"),
+        (lambda: unpad_dataproto(data, 7), "pad_size…7"),
+        (lambda: fold_batch_dim(data, 4), "fold_batch_dim: 6 rows…4 rows"),
+        (lambda: unfold_batch_dim(data.select(["ids", "score"], [])), "unfold_batch_dim: 'score'…(6,)…'ids'…(6, 4)"),
+        (lambda: collate_fn([]), "collate_fn: items"),
+        (lambda: collate_fn([data[0], data.select(["ids"])[0]]), "0…1…tensor…['score']"),
     ):
         with refuses(message):
             call()
@@ -475,11 +476,11 @@ def test_a_file_that_would_execute_code_is_refused_and_executes_nothing(tmp_path
 def test_objects_of_unknown_classes_are_refused_with_key_and_row_and_nothing_is_written(tmp_path):
     data = a_batch()
     data.non_tensor_batch["tool"] = object_array([1, 2, {"call": [Exploding()]}, 4, 5, 6])
-    with refuses("DataProto['non_tensor_batch']['tool'][2]['call'][0] is a ", TypeError):
+    with refuses("DataProto['non_tensor_batch']['tool'][2]['call'][0]…Exploding", TypeError):
         data.save_to_disk(tmp_path / "batch.pt")
     data.non_tensor_batch.pop("tool")
     data.meta_info["when"] = {3, 4}
-    with refuses("DataProto['meta_info']['when'] is a builtins.set, which cannot be stored", TypeError):
+    with refuses("DataProto['meta_info']['when']…builtins.set", TypeError):
         data.save_to_disk(tmp_path / "batch.pt")
     assert list(tmp_path.iterdir()) == []
 

@@ -121,7 +121,7 @@ def test_concat_of_split_is_the_whole(data, size):
 @given(batches(), st.integers(1, 9))
 def test_concat_of_chunks_is_the_whole(data, chunks):
     if len(data) % chunks:
-        with pytest.raises(ValueError, match=f"{len(data)} rows do not divide into {chunks} chunks"):
+        with pytest.raises(ValueError, match=rf"^DataProto\.chunk: {len(data)} rows .*\b{chunks} chunks"):
             data.chunk(chunks)
         data.meta_info["_verl_auto_padding"] = True
     parts = data.chunk(chunks)
@@ -314,7 +314,7 @@ def test_union_with_itself_is_nothing_and_any_changed_cell_is_refused(data, draw
     at = draw.draw(st.integers(0, len(flat) - 1))
     flat[at] = ~flat[at] if flat.dtype == torch.bool else (1 if flat[at] != 1 else 0)
     before = content(data)
-    with pytest.raises(ValueError, match=f"union: '{key}' differs: first in row"):
+    with pytest.raises(ValueError, match=rf"^union: '{key}' .*row \d"):
         data.union(same)
     assert content(data) == before
 

@@ -21,13 +21,13 @@ def test_row_index_means_what_a_list_index_means(length, data):
 
 def test_row_index_refuses_rows_outside_and_masks_of_another_length():
     for rows, message in (
-        ([3], r"row 3 of 3"),
-        ([-4], r"row -4 of 3"),
-        ([True, False], r"a mask of shape \(2,\) for 3 rows"),
-        (np.zeros((3, 1), dtype=bool), r"a mask of shape \(3, 1\) for 3 rows"),
-        (np.zeros((0, 2), dtype=int), r"not int64 \(0, 2\)"),
-        (1, r"not int64 \(\)"),
-        (None, r"not object \(\)"),
+        ([3], r"\b3 of 3\b"),
+        ([-4], r"-4 of 3\b"),
+        ([True, False], r"mask .*\(2,\) .*\b3 rows"),
+        (np.zeros((3, 1), dtype=bool), r"mask .*\(3, 1\) .*\b3 rows"),
+        (np.zeros((0, 2), dtype=int), r"int64 \(0, 2\)"),
+        (1, r"int64 \(\)"),
+        (None, r"object \(\)"),
     ):
         with pytest.raises(IndexError, match=message):
             row_index(rows, 3)
@@ -37,7 +37,7 @@ def test_known_keys_are_listed_once_in_the_order_given():
     assert known_keys(["b", "a", "b"], ["a", "b"], "x") == ["b", "a"]
     assert known_keys("ab", ["ab"], "x") == ["ab"]
     assert known_keys(None, ["a"], "x") == []
-    with pytest.raises(KeyError, match=r"x: \['c'\] not found; existing: \['a', 'b'\]"):
+    with pytest.raises(KeyError, match=r"^.x: \['c'\].*\['a', 'b'\]"):
         known_keys(["a", "c"], ["b", "a"], "x")
 
 

@@ -434,11 +434,11 @@ def test_a_pattern_that_matches_names_and_numbers_leaves_a_readable_recording(tm
 
 
 def test_other_folders_are_rejected_in_one_sentence(tmp_path):
-    for folder, why in ((tmp_path, "has no recording"), (tmp_path / "missing", "is no folder")):
+    for folder, why in ((tmp_path, rf"{tmp_path} .*record/run\.json"), (tmp_path / "missing", "missing .*folder")):
         with pytest.raises(recording.RecordingError, match=why):
             recording.read(folder)
     (tmp_path / "run.json").write_text("not json")
-    with pytest.raises(recording.RecordingError, match="is no JSON"):
+    with pytest.raises(recording.RecordingError, match=r"run\.json\b.*JSON"):
         recording.read(tmp_path)
 
 
@@ -461,7 +461,7 @@ def test_a_newer_version_is_rejected_and_unknown_fields_are_ignored(tmp_path):
     assert recording.read(tmp_path).phases.table()["track"].to_pylist() == ["engine/0"]
     file = tmp_path / "record/run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "schema": schema.VERSION + 1}))
-    with pytest.raises(recording.RecordingError, match="newer verl"):
+    with pytest.raises(recording.RecordingError, match=r"schema 3\b.*\b2\b"):
         recording.read(tmp_path)
 
 
@@ -488,7 +488,7 @@ def test_a_damaged_step_is_named(tmp_path):
     writer.close()
     file = tmp_path / "record/trajectories/00000001.parquet"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(recording.RecordingError, match=r"00000001\.parquet is damaged"):
+    with pytest.raises(recording.RecordingError, match=r"00000001\.parquet"):
         recording.read(tmp_path).trajectories.table(step=1)
 
 

@@ -217,5 +217,5 @@ def test_the_recording_moves_aside_with_the_steps_of_its_run(tmp_path):
 
 def test_a_pattern_that_is_no_regular_expression_is_rejected():
     needed = ["data.train_files=x.parquet", "actor_rollout_ref.model.path=x"]
-    with pytest.raises(ConfigError, match=r"trainer\.record\.redact.*regular expression"):
+    with pytest.raises(ConfigError, match=r"trainer\.record\.redact = a\("):
         load_config(None, [*needed, "trainer.record.redact=['a(']"])

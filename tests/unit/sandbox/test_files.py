@@ -42,7 +42,7 @@ def bad_names() -> list[str]:
 @pytest.mark.parametrize("place", ["files", "fetch"])
 def test_a_name_that_cannot_be_is_the_callers_mistake(sandbox: Sandbox, place: str) -> None:
     for name in bad_names():
-        with pytest.raises(ValueError, match="sandbox file") as caught:
+        with pytest.raises(ValueError, match=re.escape(repr(name[:100])[:-1])) as caught:
             sandbox.run("", files={name: b""} if place == "files" else None, fetch=[name] if place == "fetch" else [])
         message = str(caught.value)
         assert len(message) < 1000
@@ -57,9 +57,9 @@ def test_unusual_names_that_can_be(sandbox: Sandbox) -> None:
 
 
 def test_too_many_names_and_names_in_each_others_way(sandbox: Sandbox) -> None:
-    with pytest.raises(ValueError, match="are more than 1024"):
+    with pytest.raises(ValueError, match=r"\b1000001\b.*\b1024\b"):
         sandbox.run("", fetch=[f"f{number}" for number in range(1_000_000)])
-    with pytest.raises(ValueError, match="another file has the name of its folder"):
+    with pytest.raises(ValueError, match="'a/b'"):
         sandbox.run("", files={"a": b"", "a/b": b""})
 
 

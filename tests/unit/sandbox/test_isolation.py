@@ -38,7 +38,7 @@ def test_levels_in_words() -> None:
     assert (Isolation(landlock=1).level, Isolation(landlock=1, seccomp=True).level) == ("files", "network")
     assert (Isolation(seccomp=True).level, Isolation().level) == ("none", "none")
     full.check("full")
-    with pytest.raises(ValueError, match="one of none, files, network, full"):
+    with pytest.raises(ValueError, match=r"sandbox\.require='all': .*none, files, network, full"):
         full.check("all")
     with pytest.raises(IsolationMissing, match=r"require=files.*no Landlock.*sandbox_fusion\.url"):
         Isolation(seccomp=True, missing=("no namespaces", "no Landlock")).check("files")

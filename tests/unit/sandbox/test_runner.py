@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_files_go_in_and_come_out(sandbox: Sandbox) -> None:
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../out", "a/../../b", ""])
 def test_a_path_outside_is_the_callers_mistake(sandbox: Sandbox, path: str) -> None:
-    with pytest.raises(ValueError, match="sandbox file"):
+    with pytest.raises(ValueError, match=re.escape(repr(path))):
         sandbox.run("", fetch=[path])
 
 
@@ -196,5 +197,5 @@ def test_other_folders_are_readable_if_the_caller_says_so(sandbox: Sandbox, tmp_
 def test_a_closed_sandbox_says_so() -> None:
     sandbox = Sandbox(require="none")
     sandbox.close()
-    with pytest.raises(RuntimeError, match="was closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         sandbox.run("print(1)")

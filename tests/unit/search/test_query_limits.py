@@ -45,12 +45,12 @@ def retriever(tmp_path, index):
 @pytest.mark.parametrize(
     ("queries", "topk", "words"),
     [
-        (["word " * 1_000_000], None, f"5000000 characters; at most {MAX_QUERY_CHARACTERS}"),
-        (["ab " * (MAX_QUERY_WORDS + 1)], None, f"513 words; at most {MAX_QUERY_WORDS}"),
-        (["ab-" * (MAX_QUERY_WORDS + 1)], None, f"513 words; at most {MAX_QUERY_WORDS}"),
-        (["ab"], 0, f"topk: 0. Give a number from 1 to {MAX_TOPK}"),
-        (["ab"], MAX_TOPK + 1, "topk: 1001"),
-        (["ab"], 10**400, "topk: a number of more than 12 digits"),
+        (["word " * 1_000_000], None, f"^queries: .*5000000 characters; .*{MAX_QUERY_CHARACTERS}"),
+        (["ab " * (MAX_QUERY_WORDS + 1)], None, f"^queries: .*513 words; .*{MAX_QUERY_WORDS}"),
+        (["ab-" * (MAX_QUERY_WORDS + 1)], None, f"^queries: .*513 words; .*{MAX_QUERY_WORDS}"),
+        (["ab"], 0, rf"^topk: 0\. .*\b1 to {MAX_TOPK}\b"),
+        (["ab"], MAX_TOPK + 1, rf"^topk: 1001\. .*\b1 to {MAX_TOPK}\b"),
+        (["ab"], 10**400, "^topk: .*12 digits"),
     ],
 )
 def test_a_query_beyond_a_limit_is_not_searched(retriever, index, queries, topk, words):
@@ -64,11 +64,11 @@ def test_a_query_beyond_a_limit_is_not_searched(retriever, index, queries, topk,
 
 
 def test_a_request_is_limited_as_a_whole():
-    with pytest.raises(QueryLimit, match=f"{MAX_QUERIES + 1} in one request; at most {MAX_QUERIES}"):
+    with pytest.raises(QueryLimit, match=rf"^queries: {MAX_QUERIES + 1}\b.*\b{MAX_QUERIES}\b"):
         check_queries(["ab"] * (MAX_QUERIES + 1))
     many = ["ab " * MAX_QUERY_WORDS] * (MAX_REQUEST_WORDS // MAX_QUERY_WORDS)
     check_queries(many)
-    with pytest.raises(QueryLimit, match=f"{MAX_REQUEST_WORDS + 1} words in one request"):
+    with pytest.raises(QueryLimit, match=rf"^queries: {MAX_REQUEST_WORDS + 1}\b.*\b{MAX_REQUEST_WORDS}\b"):
         check_queries([*many, "ab"])
 
 

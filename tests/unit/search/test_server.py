@@ -205,7 +205,7 @@ def test_the_search_tool_answers_several_queries_and_its_failure_is_the_models_t
         assert two.metrics == {"query_count": 2, "total_results": 1}
         assert wrong.failure == "arguments"
         toolbox = Toolbox.load(tool_file(tmp_path, "http://127.0.0.1:9/retrieve"))
-        with pytest.raises(ConfigError, match=r"python -m verl\.search\.server --corpus_path"):
+        with pytest.raises(ConfigError, match=r"= search: .*verl\.search\.server --corpus_path"):
             await toolbox.check()
         async with toolbox.session({}) as session:
             failed = await session.call(call(["Corin"]))

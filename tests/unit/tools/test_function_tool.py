@@ -166,11 +166,11 @@ def lost(x: Nowhere) -> None: ...  # noqa: F821
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (no_hint, r"no_hint\(x\): it has no type hint.*x: str"),
-        (positional, r"positional\(x\): models pass arguments by name"),
-        (strange, r"strange\(x\): the type complex cannot be expressed in JSON"),
-        (keys, r"keys\(x\): dict with keys of .*int"),
-        (lost, r"lost: a type hint cannot be resolved: name 'Nowhere'"),
+        (no_hint, r"^no_hint\(x\): .*x: str"),
+        (positional, r"^positional\(x\): .*keyword"),
+        (strange, r"^strange\(x\): .*\bcomplex\b"),
+        (keys, r"^keys\(x\): dict .*'int'"),
+        (lost, r"^lost: .*'Nowhere'"),
     ],
 )
 def test_what_a_model_cannot_be_told_is_refused_with_the_parameter(function: Any, words: str):

@@ -48,12 +48,12 @@ def test_what_was_not_given_is_not_told():
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ({"type": "function"}, "missing 1 required positional argument: 'function'. Found: type"),
-        ({"function": {"description": "d"}}, "'name'. Found: description"),
-        ({"function": {"name": ""}}, "function.name"),
+        ({"type": "function"}, r"^OpenAIFunctionToolSchema: .*'function'\. .*\btype\b"),
+        ({"function": {"description": "d"}}, r"^OpenAIFunctionSchema: .*'name'\. .*\bdescription\b"),
+        ({"function": {"name": ""}}, "^function.name: ''"),
         ({"function": {"name": "f", "parameters": {"type": "array"}}}, "parameters.type: 'array'"),
-        ({"function": {"name": "f", "parameters": {"properties": ["a"]}}}, "parameters.properties"),
-        ("f", "expected a mapping, found str"),
+        ({"function": {"name": "f", "parameters": {"properties": ["a"]}}}, r"^parameters.properties: .*\['a'\]"),
+        ("f", "^OpenAIFunctionToolSchema: .*str 'f'"),
     ],
 )
 def test_a_schema_that_says_too_little_is_refused(value: object, words: str):
