@@ -117,7 +117,7 @@ def test_prompts_of_real_files_are_resumed_with_their_uids(tmp_path):
     assert len(set(itertools.chain(*expected[:5]))) == 20
     rows[-1]["prompt"] = "another"
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match="not the prompts of the checkpoint"):
+    with pytest.raises(ValueError, match=r"^data\.train_files: .*a\.jsonl: 23\b"):
         loader().load_state_dict(first.state_dict())
 
 
@@ -225,9 +225,7 @@ def test_a_row_that_cannot_be_read_fails_where_its_batch_is_due():
 
 
 def test_a_place_that_another_version_saved_is_refused_with_what_to_do():
-    with pytest.raises(
-        ValueError, match=r"trainer\.resume_mode: .*another version of verl.*trainer\.default_local_dir"
-    ):
+    with pytest.raises(ValueError, match=r"^trainer\.resume_mode: .*trainer\.default_local_dir"):
         loader_of(6, 2, 0).load_state_dict({"_sampler_iter_state": None, "_num_yielded": 3})
 
 
@@ -263,6 +261,6 @@ def test_a_sampler_without_a_length_is_refused():
 
 def test_a_batch_larger_than_the_data_is_refused_with_the_numbers():
     config = config_of()
-    with pytest.raises(ValueError, match=r"data\.train_batch_size = 4: data\.train_files have only 3 "):
+    with pytest.raises(ValueError, match=r"^data\.train_batch_size = 4: data\.train_files .*\b3\b"):
         make_dataloader(Numbers(3), config)
     assert [len(batch) for batch in make_dataloader(Numbers(3), config, collate_fn=list, batch_size=2)] == [2, 1]

@@ -168,7 +168,7 @@ def test_an_outage_is_three_generation_batches_that_nobody_could_score(unscored:
     run = Failing(scores, [list("abcd"), list("efgh"), list("ijkl")])
     run.prompts.__class__ = OneByOne
     if ends:
-        with pytest.raises(NoSamplesError, match="3 generation batches in a row"):
+        with pytest.raises(NoSamplesError, match=r"\b3 generation batches"):
             run.fill(Masking())
     else:
         assert uids(run.fill(Masking())[0]) == ["h", "h", "i", "i"]
@@ -225,7 +225,7 @@ def test_the_metric_may_be_what_the_reward_returned():
     batch = scored([1.0, 0.9, 0.3, 0.3 + 1e-8], [1, 1, 1, 1], acc=[True, True, None, 1], note=["x"] * 4)
     assert differing_trajectories(batch, groups, "score").tolist() == [True, True, False, False]
     assert differing_trajectories(batch, groups, "acc").tolist() == [False, False, True, True]
-    with pytest.raises(ValueError, match=r"filter_groups\.metric: .*'accc' \(available: score"):
+    with pytest.raises(ValueError, match=r"filter_groups\.metric: .*'accc' \(.*\bscore\b"):
         differing_trajectories(batch, groups, "accc")
     with pytest.raises(ValueError, match=r"filter_groups\.metric: .*'note'"):
         differing_trajectories(batch, groups, "note")

@@ -79,10 +79,10 @@ def test_the_ground_truth_may_be_another_column(tmp_path):
 
 
 def test_files_without_answers_or_rewards_are_refused(answers, tmp_path):
-    with pytest.raises(DataError, match=r"Set data\.response_key"):
+    with pytest.raises(DataError, match=r"answers\.parquet row 0 .*'output'.*data\.response_key"):
         run_eval({"data": {"path": str(answers), "response_key": "output"}})
     pq.write_table(pa.Table.from_pylist([row("4", "x", source="unheard of")]), tmp_path / "other.parquet")
-    with pytest.raises(DataError, match="unheard of"):
+    with pytest.raises(DataError, match=r"other\.parquet row 0: .*'unheard of'"):
         run_eval({"data": {"path": str(tmp_path / "other.parquet")}})
 
 

@@ -112,15 +112,15 @@ def test_pairs_of_an_answer_with_itself_are_told(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("row", "said_of_it"),
     [
-        ({"chosen": "a", "rejected": "b"}, "no 'prompt'"),
-        ({"prompt": "p", "chosen": "a"}, "no 'rejected'"),
-        ({"prompt": "p", "chosen": "a", "rejected": []}, "'rejected' has no messages"),
-        ({"prompt": "p", "chosen": [said("a"), USER], "rejected": "b"}, "'chosen' is the user's"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "preference": 1.5}, "'preference' is 1.5"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "'weight' is -1"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "'margin' is 'big'"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "tie": "false"}, "'tie' is 'false'. Write true or false"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "tie": True, "preference": 0.9}, "'tie' is true, but"),
+        ({"chosen": "a", "rejected": "b"}, "'prompt'"),
+        ({"prompt": "p", "chosen": "a"}, r"'rejected'\."),
+        ({"prompt": "p", "chosen": "a", "rejected": []}, "'rejected' .*messages"),
+        ({"prompt": "p", "chosen": [said("a"), USER], "rejected": "b"}, "'chosen' .*user"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "preference": 1.5}, "'preference' .*1.5"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "'weight' .*-1"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "'margin' .*'big'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "tie": "false"}, "'tie' .*'false'"),
+        ({"prompt": "p", "chosen": "a", "rejected": "b", "tie": True, "preference": 0.9}, "'tie' .*'preference' 0.9"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_the_remedy(tmp_path, row, said_of_it):

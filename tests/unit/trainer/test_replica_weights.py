@@ -30,7 +30,7 @@ def test_only_verified_weights_of_the_current_version_may_generate():
     weights.verified_version = 0
     weights.require_current()
     weights.current_version = 1
-    with pytest.raises(UnverifiedWeightsError, match=r"is 0;.*version 1"):
+    with pytest.raises(UnverifiedWeightsError, match=r"^rollout: .*\b0;.*version 1\b"):
         weights.require_current()
 
 

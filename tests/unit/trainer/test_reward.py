@@ -94,9 +94,9 @@ def test_a_function_may_leave_out_what_it_does_not_need(file):
 @pytest.mark.parametrize(
     ("block", "expected"),
     [
-        ({"name": "wrong"}, r"custom_reward_function\.path: wrong\(text\).* does not accept solution_str"),
-        ({"name": "nothing"}, r"it does not define 'nothing'"),
-        ({"reward_kwargs": {"bonus": 1}}, r"custom_reward_function\.reward_kwargs: .*does not take bonus"),
+        ({"name": "wrong"}, r"^custom_reward_function\.path: wrong\(text\).* solution_str, ground_truth\b"),
+        ({"name": "nothing"}, r"^custom_reward_function\.path: .*'nothing'.*compute_score"),
+        ({"reward_kwargs": {"bonus": 1}}, r"^custom_reward_function\.reward_kwargs: .* bonus\."),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_when_loaded(file, block, expected):
@@ -289,7 +289,7 @@ def test_an_async_function_is_told_of_the_reward_models_server(tmp_path):
     assert scores.sum(-1).tolist() == [len(TOKENIZER(text)["input_ids"]) for text in ("one two", "three")]
     assert said["at"] == ["10.0.0.5:8001"] * 2
     assert said["asked"] == ["Count."] * 2
-    with pytest.raises(ValueError, match=r"reward_router_address\. Set reward_model\.url=host:port"):
+    with pytest.raises(ValueError, match=r"\breward_router_address\..*reward_model\.url=host:port"):
         get_custom_reward_fn(load_config({**given, "reward_model": {}}, check_files=False))
 
 
@@ -300,5 +300,5 @@ def test_a_program_without_a_reward_model_is_told_the_server_by_reward_kwargs(tm
     block = {"path": str(tmp_path / "mine.py"), "reward_kwargs": {"reward_router_address": "10.0.0.5:8001"}}
     found = get_custom_reward_fn({"custom_reward_function": block})
     assert found.keywords == {"reward_router_address": "10.0.0.5:8001"}
-    with pytest.raises(ValueError, match=r"or .* custom_reward_function\.reward_kwargs\.reward_router_address"):
+    with pytest.raises(ValueError, match=r"main_sft.* custom_reward_function\.reward_kwargs\.reward_router_address"):
         get_custom_reward_fn({"custom_reward_function": {"path": str(tmp_path / "mine.py")}})

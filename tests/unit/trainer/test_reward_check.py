@@ -179,7 +179,7 @@ def test_rows_of_an_own_agent_loop_are_not_tried(tmp_path, caplog):
     started(str(tmp_path / "rows.jsonl"))
     assert "reward check" not in caplog.text
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", "agent_name": "tool_agent"}) + "\n")
-    with pytest.raises(ValueError, match="no reward function is known"):
+    with pytest.raises(ValueError, match=r"data_source 'unknown'.*custom_reward_function.path"):
         started(str(tmp_path / "rows.jsonl"))
 
 

@@ -65,7 +65,7 @@ def test_the_run_stops_where_it_should(task, tmp_path):
     arguments = overrides(
         task, tmp_path, "reward_model.on_error=fail", "reward_model.reward_kwargs={timeout: 1.5}", "data.val_files=[]"
     )
-    with pytest.raises(RewardError, match=r"4 of 8 samples could not be scored"):
+    with pytest.raises(RewardError, match=r"\b4 of 8 samples.*1 raised, 1 timeout, 1 died, 1 invalid"):
         run_training(arguments)
 
 
@@ -112,7 +112,7 @@ def test_a_total_outage_moves_nothing_and_stops_the_run_with_its_cause(tmp_path)
     trainer.seen = []
     try:
         trainer.init_workers()
-        with pytest.raises(NoSamplesError, match=r"2 training steps in a row(.|\n)*the judge is down"):
+        with pytest.raises(NoSamplesError, match=r"\b2 training steps(.|\n)*the judge is down"):
             trainer.fit()
         first, second, third = [*trainer.seen, state(trainer)][-3:]
     finally:
@@ -144,7 +144,7 @@ def test_a_total_outage_stops_dynamic_sampling_before_it_has_searched_an_epoch(t
     )
     try:
         trainer.init_workers()
-        with pytest.raises(NoSamplesError, match=r"2 generation batches in a row(.|\n)*the judge is down"):
+        with pytest.raises(NoSamplesError, match=r"\b2 generation batches(.|\n)*the judge is down"):
             trainer.fit()
     finally:
         close(trainer)

@@ -143,7 +143,7 @@ def test_pass_at_k_with_lost_samples_is_the_mean_of_the_prompts_own(n, data):
 
 
 def test_infos_of_another_length_are_named():
-    with pytest.raises(ValueError, match="acc: 1 entries for 2 samples"):
+    with pytest.raises(ValueError, match=r"^acc: 1\b.*\b2 samples"):
         process_validation_metrics(["s", "s"], ["a", "b"], {"acc": [1.0]})
 
 
@@ -156,7 +156,7 @@ def test_pass_at_k_by_hand():
     assert pass_at_k(passed, 2).tolist() == pytest.approx([0.0, 1 / 2, 5 / 6, 1.0])
     assert pass_at_k(passed, 1).tolist() == [0.0, 0.25, 0.5, 1.0]
     assert pass_at_k(passed, 4).tolist() == [0.0, 1.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"pass@5: 4 samples per prompt. k must be from 1 to 4"):
+    with pytest.raises(ValueError, match=r"^pass@5: 4\b.*\b1 to 4\b"):
         pass_at_k(passed, 5)
 
 

@@ -280,7 +280,7 @@ class LosesItsFolder(RayPPOTrainer):
 
 @pytest.mark.slow
 def test_a_folder_that_goes_while_the_last_step_is_written_is_an_unsaved_end(task, tmp_path):
-    with pytest.raises(UnsavedRunError, match="ends at step 1, which could not be saved: FileNotFoundError"):
+    with pytest.raises(UnsavedRunError, match=r"\bstep 1\b.*FileNotFoundError"):
         run_training(command(task, tmp_path, "trainer.total_training_steps=1"), trainer_cls=LosesItsFolder)
 
 
@@ -290,7 +290,7 @@ class LosesWeights(BreaksBehind):
 
 @pytest.mark.slow
 def test_weights_that_a_background_save_finds_lost_end_the_run_with_their_step(task, tmp_path):
-    with pytest.raises(RuntimeError, match=r"^step 2: weights are not finite.* starts from the beginning"):
+    with pytest.raises(RuntimeError, match=r"^step 2: .*optim\.lr"):
         run_training(command(task, tmp_path), trainer_cls=LosesWeights)
 
 

@@ -38,7 +38,7 @@ def test_a_run_without_code_asks_for_nothing(tmp_path, bare_host):
 
 
 def test_too_little_isolation_for_rewards_is_refused_with_the_remedy(tmp_path, bare_host, caplog):
-    with pytest.raises(ConfigError, match=r"(?s)sandbox\.require = files.*no user namespaces.*needed for taco_easy"):
+    with pytest.raises(ConfigError, match=r"(?s)sandbox\.require = files.*'none'.*taco_easy"):
         check_code_runner(config(tmp_path, "taco_easy"))
     caplog.set_level(logging.INFO)
     check_code_runner(config(tmp_path, "taco_easy", "sandbox.require=none"))
@@ -50,7 +50,7 @@ def test_tools_that_run_code_ask_too(tmp_path, bare_host):
     turns = ["actor_rollout_ref.rollout.multi_turn.enable=True", "actor_rollout_ref.rollout.mode=async"]
     turns += [f"actor_rollout_ref.rollout.multi_turn.tool_config_path={file}"]
     file.write_text(TOOLS)
-    with pytest.raises(ConfigError, match="needed for SandboxFusionTool"):
+    with pytest.raises(ConfigError, match=r"(?s)sandbox\.require = files.*SandboxFusionTool"):
         check_code_runner(config(tmp_path, "gsm8k", *turns))
     file.write_text(TOOLS.replace("{}", "{sandbox_fusion_url: http://127.0.0.1:1}"))
     check_code_runner(config(tmp_path, "gsm8k", *turns))
@@ -60,7 +60,7 @@ def test_a_server_that_does_not_answer_is_told_and_its_spellings_are_one(tmp_pat
     loaded = config(tmp_path, "mbpp", "reward.sandbox_fusion.url=http://127.0.0.1:1")
     assert loaded.sandbox_fusion.url == "http://127.0.0.1:1"
     assert any(notice.startswith("reward.sandbox_fusion.url ") for notice in loaded.notices)
-    with pytest.raises(ConfigError, match=r"sandbox_fusion\.url = .*no sandbox answers.*verl\.sandbox\.server"):
+    with pytest.raises(ConfigError, match=r"sandbox_fusion\.url = http.*verl\.sandbox\.server"):
         check_code_runner(loaded)
     other = config(tmp_path, "mbpp", "reward_model.sandbox_fusion={url: http://h, max_concurrent: 8}").sandbox_fusion
     assert (other.url, other.max_concurrent, other.memory_limit_mb) == ("http://h", 8, 1024)

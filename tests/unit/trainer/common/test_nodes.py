@@ -67,9 +67,7 @@ def test_a_node_that_asks_after_the_end_hears_that_the_job_is_over(head, caplog)
 
 
 def test_a_node_whose_head_never_comes_says_for_whom_it_waits_and_gives_up(port, caplog):
-    with pytest.raises(
-        RayUnavailableError, match=rf"the head at 127.0.0.1:{port} does not answer yet, after 1 s"
-    ) as gave_up:
+    with pytest.raises(RayUnavailableError, match=rf"127\.0\.0\.1:{port}\b.*\b1 s\)") as gave_up:
         serve_as_node(node(port, within=1.0))
     assert "trainer.node_rank=0" in str(gave_up.value)
     (said,) = [record.message for record in caplog.records if "waiting for it" in record.message]

@@ -248,7 +248,7 @@ def test_supervised_runs_are_compared_too(task, models, tuned, tmp_path, root, t
         trainer.fit()
     with pytest.raises(ConfigError, match=r"num_hidden_layers"):
         trainer_class(config(models / "shallow", 2))
-    with pytest.raises(ConfigError, match="trained from another model of this architecture") as caught:
+    with pytest.raises(ConfigError, match=r"^.*\n1\. model\.path = .*tuned.*global_step_1 ") as caught:
         trainer_class(config(tuned, 2))
     assert [problem.key for problem in caught.value.problems] == ["model.path"]
     trainer_class(config(task["model"], 2)).close()
@@ -267,7 +267,7 @@ def test_an_engine_refuses_by_itself_what_does_not_fit(saved, models):
         optim=as_config(OptimConfig, {}, at=f"{at}.optim"),
     )
     before = {name: value.full_tensor().clone() for name, value in engine.model.hf.state_dict().items()}
-    with pytest.raises(ValueError, match="12 tensors only in the checkpoint"):
+    with pytest.raises(ValueError, match=r"layer_types .*num_hidden_layers is 1 .*\b12 tensors"):
         engine.load(saved / "checkpoints" / "global_step_1" / "actor")
     after = engine.model.hf.state_dict()
     assert all(torch.equal(value, after[name].full_tensor()) for name, value in before.items())
