@@ -203,12 +203,12 @@ def test_tensors_arrays_and_floats_are_accepted():
 @pytest.mark.parametrize(
     ("lengths", "k", "equal_size", "message"),
     [
-        ([], 1, False, "0 sequences cannot fill 1 partitions"),
-        ([1, 2], 3, False, "2 sequences cannot fill 3 partitions"),
-        ([1, 2, 3], 2, True, "do not divide into 2 .* Pad the batch to 4"),
-        ([1, -2, 3], 2, False, "entry 1 is -2"),
-        ([1, float("nan")], 2, False, "entry 1 is nan"),
-        ([1, 2], 0, False, "k_partitions: 0"),
+        ([], 1, False, "^seqlen_list: 0 .*1 partitions"),
+        ([1, 2], 3, False, "^seqlen_list: 2 .*3 partitions"),
+        ([1, 2, 3], 2, True, "^seqlen_list: 3 .*2 partitions.*4 .*equal_size=False"),
+        ([1, -2, 3], 2, False, r"^seqlen_list: entry 1 .*-2\."),
+        ([1, float("nan")], 2, False, r"^seqlen_list: entry 1 .*nan\."),
+        ([1, 2], 0, False, "^k_partitions: 0 "),
     ],
 )
 def test_bad_input_is_refused_with_the_reason(method, lengths, k, equal_size, message):
@@ -226,7 +226,7 @@ def test_unbalance_metrics_compare_chunks_as_they_came_with_the_partition():
         "global_seqlen/balanced_max": 11,
         "global_seqlen/mean": 11,
     }
-    with pytest.raises(ValueError, match="partitions"):
+    with pytest.raises(ValueError, match=r"^partitions: .*get_seqlen_balanced_partitions"):
         log_seqlen_unbalance([1], [], prefix="x")
 
 
@@ -238,9 +238,9 @@ def test_reverse_index_undoes_a_permutation(permutation):
 
 
 def test_reverse_index_refuses_what_is_not_a_permutation():
-    with pytest.raises(ValueError, match="position 1 holds 0"):
+    with pytest.raises(ValueError, match=r"^idx_map: .*position 1\b.*\b0\b"):
         get_reverse_idx([0, 0])
-    with pytest.raises(ValueError, match="position 0 holds 2"):
+    with pytest.raises(ValueError, match=r"^idx_map: .*position 0\b.*\b2\b"):
         get_reverse_idx([2, 0])
 
 

@@ -38,7 +38,7 @@ async def test_sync_and_async_functions_give_their_result_and_their_error():
     ] == [2, 2, 2]
     with pytest.raises(ZeroDivisionError):
         await call_user_function(lambda: 1 / 0)
-    with pytest.raises(RuntimeError, match=r"it raised StopIteration"):
+    with pytest.raises(RuntimeError, match="StopIteration"):
         await call_user_function(lambda: next(iter(())))
 
 
@@ -60,11 +60,11 @@ async def test_a_stuck_thread_is_left_behind_counted_and_bounded(monkeypatch: py
     monkeypatch.setattr(concurrency, "MAX_ABANDONED_THREADS", abandoned_threads.count + 2)
     before, freed = abandoned_threads.count, threading.Event()
     for _ in range(2):
-        with pytest.raises(TimeoutError, match=r"no answer after 0.05 s"):
+        with pytest.raises(TimeoutError, match=r"\b0\.05 s"):
             await wait_with_timeout(0.05, call_user_function(freed.wait))
     await asyncio.sleep(0)  # the second cancellation arrives
     assert abandoned_threads.count == before + 2
-    with pytest.raises(RuntimeError, match="have not returned"):
+    with pytest.raises(RuntimeError, match="2 earlier calls"):
         await call_user_function(lambda: None)
     freed.set()
     while abandoned_threads.count > before:
@@ -88,7 +88,7 @@ async def test_work_that_cancels_itself_does_not_look_like_the_callers_cancellat
     async def gone() -> None:
         raise asyncio.CancelledError
 
-    with pytest.raises(RuntimeError, match="cancelled itself"):
+    with pytest.raises(RuntimeError, match="cancelled"):
         await wait_with_timeout(1, gone())
 
 
@@ -123,7 +123,7 @@ def test_who_would_wait_for_himself_is_told():
     async def waits_for_itself() -> None:
         LOOP.run(loop_of_caller())
 
-    with pytest.raises(RuntimeError, match="'test', which would wait for itself"):
+    with pytest.raises(RuntimeError, match=r"'test'.*await"):
         LOOP.run(waits_for_itself())
 
 

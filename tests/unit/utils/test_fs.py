@@ -166,17 +166,17 @@ def test_paths_are_not_hub_ids(name):
 def test_missing_path_names_key_and_place(tmp_path):
     with pytest.raises(ValueError, match=r"data\.val_files: .*test\.parquet"):
         copy_to_local(tmp_path / "test.parquet", key="data.val_files")
-    with pytest.raises(ValueError, match="does not exist"):
+    with pytest.raises(ValueError, match=r"^path: 'memory://.*/none'"):
         copy_to_local(f"memory://{uuid.uuid4().hex}/none", cache_dir=tmp_path)
 
 
 def test_unknown_or_unsupported_url_says_what_to_install(tmp_path):
-    with pytest.raises(ValueError, match="Protocol not known"):
+    with pytest.raises(ValueError, match=r"^path: 'nosuch://bucket/x' .*\bnosuch\."):
         copy_to_local("nosuch://bucket/x", cache_dir=tmp_path)
     try:
         import s3fs  # noqa: F401
     except ImportError:
-        with pytest.raises(ValueError, match=r"pip install 'fsspec\[s3\]'"):
+        with pytest.raises(ValueError, match=r"^path: 's3://bucket/x' .*fsspec\[s3\]"):
             copy_to_local("s3://bucket/x", cache_dir=tmp_path)
 
 
@@ -280,16 +280,16 @@ def test_hdfs_io_refuses_to_copy_a_file_or_folder_onto_itself(tmp_path, memory_u
     for folder in (tmp_path / "data", f"{memory_url}/data"):
         put(f"{folder}/x", b"x")
     for src, dst in (("data/x", "data/x"), ("data/x", "data"), ("data", ""), ("data/x", "link")):
-        with pytest.raises(ValueError, match="same file or folder"):
+        with pytest.raises(ValueError, match=rf"^dst: '{tmp_path}/{dst}.* src\."):
             hdfs_io.copy(tmp_path / src, tmp_path / dst)
-    with pytest.raises(ValueError, match="same file or folder"):
+    with pytest.raises(ValueError, match=r"^dst: 'memory://.*/data/x' .*src"):
         hdfs_io.copy(f"{memory_url}/data/x", f"{memory_url}/data/")
     assert (tmp_path / "data" / "x").read_bytes() == b"x"
     assert fsspec.filesystem("memory").cat(f"{memory_url}/data/x") == b"x"
 
 
 def test_hdfs_io_refuses_what_is_not_there(tmp_path):
-    with pytest.raises(ValueError, match="src: "):
+    with pytest.raises(ValueError, match=r"^src: '.*none'"):
         hdfs_io.copy(tmp_path / "none", tmp_path / "x")
     hdfs_io.makedirs(tmp_path / "made")
     with pytest.raises(FileExistsError):

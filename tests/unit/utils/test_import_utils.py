@@ -170,21 +170,21 @@ def test_missing_file_names_its_neighbours(reward_file):
 
 
 def test_missing_object_names_what_the_file_defines(reward_file):
-    with pytest.raises(AttributeError, match=r"does not define 'score'") as caught:
+    with pytest.raises(AttributeError, match=r"my-reward\.py: .*'score'.*compute_score") as caught:
         load_extern_object(str(reward_file), "score")
     defined = str(caught.value).split("It defines: ")[1]
     assert defined == "BONUS, Weights, compute_score, Dataset, counter, NOT_CALLABLE."
 
 
 def test_missing_module_and_import_errors_say_what_to_do(tmp_path):
-    with pytest.raises(RuntimeError, match=r"pkg://no\.such\.package: cannot import it.*PYTHONPATH"):
+    with pytest.raises(RuntimeError, match=r"^pkg://no\.such\.package: .*'no'.*PYTHONPATH"):
         load_extern_object("pkg://no.such.package", "x")
     file = tmp_path / "uses_neighbour.py"
     file.write_text("import neighbour_that_is_not_installed\n")
     with pytest.raises(RuntimeError, match=r"neighbour_that_is_not_installed"):
         load_extern_object(str(file), "x")
     file.write_text("def broken(:\n")
-    with pytest.raises(RuntimeError, match="line 1 is not valid Python"):
+    with pytest.raises(RuntimeError, match=r"uses_neighbour\.py: line 1 .*syntax"):
         load_extern_object(str(file), "x")
 
 
@@ -197,7 +197,7 @@ def test_a_file_that_raises_shows_its_own_error_each_time(tmp_path):
 
 
 def test_errors_of_load_user_object_begin_with_the_config_key(reward_file):
-    for name, message in [("nothing_here", "does not define"), ("NOT_CALLABLE", "is a int")]:
+    for name, message in [("nothing_here", "'nothing_here'"), ("NOT_CALLABLE", r"'NOT_CALLABLE' .*\bint\b")]:
         with pytest.raises(ValueError, match=rf"^custom_reward_function\.path: .*{message}"):
             load_user_object(str(reward_file), name, key="custom_reward_function.path", required_params=REQUIRED)
 
@@ -205,10 +205,13 @@ def test_errors_of_load_user_object_begin_with_the_config_key(reward_file):
 @pytest.mark.parametrize(
     ("signature", "problem"),
     [
-        ("(data_source, solution_str)", "does not accept ground_truth"),
-        ("(data_source, solution_str, ground_truth, api_key)", "requires api_key, which will not be passed"),
-        ("(data_source, solution_str, ground_truth, /)", "does not accept data_source, solution_str, ground_truth"),
-        ("(*args)", "does not accept data_source"),
+        ("(data_source, solution_str)", r"f\(data_source, solution_str\) in .* ground_truth\. "),
+        ("(data_source, solution_str, ground_truth, api_key)", r"ground_truth, api_key\) in .* api_key\b"),
+        (
+            "(data_source, solution_str, ground_truth, /)",
+            r"ground_truth, /\) in .*\bdata_source, solution_str, ground_truth and",
+        ),
+        ("(*args)", r"f\(\*args\) in .*\bdata_source, solution_str, ground_truth\. "),
     ],
 )
 def test_a_wrong_signature_is_refused_with_the_expected_one(tmp_path, signature, problem):
@@ -242,5 +245,5 @@ def test_signatures_that_can_be_called_are_accepted(tmp_path, signature):
 def test_a_class_is_checked_by_its_constructor(reward_file):
     params = ("data_files", "tokenizer", "config")
     assert load_user_object(str(reward_file), "Dataset", key="data.custom_cls", required_params=params)
-    with pytest.raises(ValueError, match="does not accept processor"):
+    with pytest.raises(ValueError, match=r"^k: Dataset\(data_files, tokenizer, config\) .* processor\."):
         load_user_object(str(reward_file), "Dataset", key="k", required_params=(*params, "processor"))

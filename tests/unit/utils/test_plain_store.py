@@ -114,11 +114,11 @@ def test_dicts_and_tuples_of_other_classes_become_plain_ones(tmp_path):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"a": [1, {2}]}, r"batch\['a'\]\[1\] is a builtins\.set"),
-        ({"a": object_array([1, print])}, r"batch\['a'\]\[1\] is a builtins\.builtin_function_or_method"),
-        ({"a": np.zeros(2, dtype=[("x", "i4")])}, r"batch\['a'\]: an array of dtype .* cannot be stored"),
-        ({Path("x"): 1}, r"batch key .*Path\('x'\) is a pathlib"),
-        ({"d": torch.float32}, r"batch\['d'\] is a torch\.dtype"),
+        ({"a": [1, {2}]}, r"^batch\['a'\]\[1\] .*builtins\.set"),
+        ({"a": object_array([1, print])}, r"^batch\['a'\]\[1\] .*builtins\.builtin_function_or_method"),
+        ({"a": np.zeros(2, dtype=[("x", "i4")])}, r"^batch\['a'\]: .*dtype \[\('x', '<i4'\)\]"),
+        ({Path("x"): 1}, r"^batch key .*Path\('x'\) .*pathlib"),
+        ({"d": torch.float32}, r"^batch\['d'\] .*torch\.dtype"),
     ],
 )
 def test_what_is_not_plain_data_is_refused_by_place(tmp_path, value, message):
@@ -133,7 +133,7 @@ def test_a_cut_file_is_refused_wherever_it_is_cut(tmp_path):
     whole = path.read_bytes()
     for size in range(0, len(whole), 37):
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="not a file of plain data, or damaged"):
+        with pytest.raises(ValueError, match=r"v\.pt: .*executed"):
             load_plain(path)
 
 
@@ -142,7 +142,7 @@ def test_tags_that_we_never_write_are_refused(tmp_path):
     nothing = torch.zeros(16, dtype=torch.uint8)
     for value in (("exec", "1"), ("array", "O", [2], 0, 16), ("array", "<i8", [3], 0, 16), ("tuple",), ()):
         torch.save({"format": "verl.plain/1", "value": value, "bytes": nothing}, path)
-        with pytest.raises(ValueError, match="not a file of plain data, or damaged"):
+        with pytest.raises(ValueError, match=r"v\.pt: .*executed\. \((?!.*torch\.save)"):
             load_plain(path)
 
 
@@ -154,7 +154,7 @@ def test_a_pickle_inside_the_right_format_executes_nothing(tmp_path):
     torch.save(
         {"format": "verl.plain/1", "value": Bomb(), "bytes": torch.zeros(0, dtype=torch.uint8)}, tmp_path / "b.pt"
     )
-    with pytest.raises(ValueError, match="nothing in it was executed"):
+    with pytest.raises(ValueError, match=r"b\.pt: .*\.mkdir\b.*executed"):
         load_plain(tmp_path / "b.pt")
     assert not (tmp_path / "executed").exists()
     with pytest.raises(pickle.UnpicklingError):

@@ -35,7 +35,7 @@ def test_a_plain_model_folder_stays_itself_also_under_the_name_of_a_step(tmp_pat
 
 def test_a_step_without_an_export_says_how_to_get_one(tmp_path):
     step = put(tmp_path / "global_step_7", "manifest.json", "config.json")
-    with pytest.raises(ValueError, match=r"^actor\.path: .*without an exported model.*hf_model"):
+    with pytest.raises(ValueError, match=r"^actor\.path: .*global_step_7 .*hf_model"):
         resolve_model_path(step, key="actor.path")
 
 

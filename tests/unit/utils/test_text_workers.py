@@ -58,20 +58,20 @@ def test_work_is_stopped_at_its_limits_and_heavy_work_delays_no_light_work(monke
         workers = TextWorkers(tokenizer_loader(tiny_tokenizer()), seconds=2.0, memory=2**30)
         try:
             assert await workers.call(count, "hello") == 5
-            with pytest.raises(TextWorkLimit, match="GB of memory"):
+            with pytest.raises(TextWorkLimit, match=r"\b1 GB\b"):
                 await workers.call(grow)
             with pytest.raises(ZeroDivisionError):
                 await workers.call(divide)
             # Two run, three wait, the next is refused.
             heavy = [asyncio.ensure_future(workers.call(spin, heavy=True)) for _ in range(5)]
             await asyncio.sleep(0)
-            with pytest.raises(TextWorkersBusy, match="3 long texts, templates or grammars are waiting"):
+            with pytest.raises(TextWorkersBusy, match=r"^3\b"):
                 await workers.call(count, "x", heavy=True)
             assert await asyncio.gather(*(workers.call(count, "hello") for _ in range(50))) == [5] * 50
             assert not any(task.done() for task in heavy), "light work waited for heavy work"
             for task in heavy[2:]:
                 task.cancel()  # those that wait; a place is free when the work of the others has ended
-            with pytest.raises(TextWorkLimit, match="2 s"):
+            with pytest.raises(TextWorkLimit, match=r"\b2 s\b"):
                 await heavy[0]
             assert await workers.call(count, "hello", heavy=True) == 5
             await asyncio.gather(*heavy, return_exceptions=True)

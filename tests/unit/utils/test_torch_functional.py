@@ -149,7 +149,7 @@ def test_no_rows_and_no_batch_dimension_work():
 
 
 def test_labels_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"labels: shape \(2, 4\).*expected \(2, 3\)"):
+    with pytest.raises(ValueError, match=r"^labels: .*\(2, 4\) .*\(2, 3, 5\).*\(2, 3\)"):
         F.logprobs_from_logits(torch.zeros(2, 3, 5), torch.zeros(2, 4, dtype=torch.long))
 
 
@@ -248,11 +248,11 @@ def test_short_input_is_padded_on_the_asked_side_with_mask_zero():
 
 def test_too_long_input_and_bad_arguments_are_errors_with_the_remedy():
     ids = torch.ones(1, 5, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"5 tokens exceed max_length=3.*truncation"):
+    with pytest.raises(ValueError, match=r"^input_ids: 5 tokens .*max_length=3\..*truncation"):
         F.postprocess_data(ids, ids, 3, 0)
-    with pytest.raises(ValueError, match="truncation: 'centre' is unknown"):
+    with pytest.raises(ValueError, match=r"^truncation: 'centre' .*left, right"):
         F.postprocess_data(ids, ids, 3, 0, truncation="centre")
-    with pytest.raises(ValueError, match="both must be"):
+    with pytest.raises(ValueError, match=r"^input_ids: .*\(1, 5\) .*attention_mask \(1, 4\)"):
         F.postprocess_data(ids, ids[:, 1:], 3, 0)
 
 

@@ -257,7 +257,9 @@ def test_a_backend_that_does_not_close_costs_no_run(caplog, monkeypatch):
 def test_unknown_backend_names_the_nearest():
     with pytest.raises(ValueError, match=r"(?s)trainer\.logger.*'tensorbord'.*'tensorboard'"):
         Tracking("p", "r", "tensorbord")
-    with pytest.raises(ValueError, match=r"Known: console, file, tensorboard, wandb, swanlab, trackio, mlflow"):
+    with pytest.raises(
+        ValueError, match=r"^trainer\.logger: .*'zzz'.*console, file, tensorboard, wandb, swanlab, trackio, mlflow\."
+    ):
         check_backends(["console", "zzz"])
 
 
@@ -265,7 +267,7 @@ def test_unknown_backend_names_the_nearest():
 def test_a_backend_that_is_not_installed_is_refused_before_anything_opens(name, tmp_path):
     if importlib.util.find_spec(name) is not None:
         pytest.skip(f"{name} is installed")
-    with pytest.raises(ValueError, match=rf"trainer\.logger: '{name}' needs .* Run: pip install {name}"):
+    with pytest.raises(ValueError, match=rf"^trainer\.logger: '{name}' .*pip install {name}$"):
         Tracking("p", "r", ["file", name])
     assert not (tmp_path / "runs").exists()
 
@@ -296,7 +298,7 @@ def test_wandb_login_is_found_in_the_environment_or_the_netrc_file(wandb_package
     netrc_file = wandb_package / ".netrc"
     netrc_file.write_text("machine other.example.org\n login user\n password p\n")
     netrc_file.chmod(0o600)
-    with pytest.raises(ValueError, match="not logged in"):
+    with pytest.raises(ValueError, match=r"^trainer\.logger: 'wandb' .*wandb login.*WANDB_API_KEY"):
         check_backends("wandb")
     netrc_file.write_text("machine wandb.example.org\n login user\n password p\n")
     assert check_backends("wandb") == ["wandb"]

@@ -82,14 +82,14 @@ def test_a_step_appears_only_when_committed(tmp_path):
 
 def test_commit_needs_its_begin_and_files(tmp_path):
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(ValueError, match="without begin"):
+    with pytest.raises(ValueError, match=r"commit\(1\).*begin\(1\)"):
         manager.commit(1)
     manager.begin(1)
-    with pytest.raises(ValueError, match="without begin"):
+    with pytest.raises(ValueError, match=r"commit\(2\).*begin\(2\)"):
         manager.commit(2)
-    with pytest.raises(ValueError, match="no files"):
+    with pytest.raises(ValueError, match=r"\.global_step_1\.tmp-.*: step 1\b"):
         manager.commit(1)
-    with pytest.raises(ValueError, match="negative"):
+    with pytest.raises(ValueError, match=r"^step: -1 "):
         manager.begin(-1)
     assert steps(tmp_path) == []
 
@@ -99,7 +99,7 @@ def test_a_save_under_way_in_this_process_is_left_alone_until_it_is_abandoned(tm
     first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
     folder = first.begin(1)
     (folder / "half").write_bytes(b"h")
-    for manager, said in ((first, r"begin\(2\) while 1 is being written"), (second, "or trainer of this one")):
+    for manager, said in ((first, r"begin\(2\) .*\b1\b"), (second, r"^trainer\.default_local_dir: .*experiment_name")):
         with pytest.raises(ValueError, match=said):
             manager.begin(2)
     assert resolve_resume("auto", tmp_path) is None
@@ -126,7 +126,7 @@ def test_another_process_that_is_saving_is_an_error_and_its_work_is_left_alone(t
         f"m = c.CheckpointManager({str(tmp_path)!r}); (m.begin(1) / 'w').write_bytes(b'w')\n"
         "print('begun', flush=True); sys.stdin.read(); m.commit(1)"
     )
-    with pytest.raises(ValueError, match=r"another process .* is saving into"):
+    with pytest.raises(ValueError, match=r"^trainer\.default_local_dir: .*experiment_name"):
         CheckpointManager(tmp_path).begin(2)
     assert resolve_resume("auto", tmp_path) is None
     other.communicate()
@@ -141,7 +141,7 @@ def test_retention_keeps_the_newest(tmp_path):
     for step in (2, 4, 10, 12):
         save(tmp_path, step, max_to_keep=2)
     assert steps(tmp_path) == ["global_step_10", "global_step_12"]
-    with pytest.raises(ValueError, match="would keep no step"):
+    with pytest.raises(ValueError, match=r"^trainer\.max_ckpt_to_keep: 0\b"):
         CheckpointManager(tmp_path, max_to_keep=0)
     with pytest.raises(ValueError, match=r"max_critic_ckpt_to_keep"):
         CheckpointManager(tmp_path, max_to_keep={"actor": 1, "critic": 0})
@@ -214,7 +214,9 @@ def test_each_part_has_a_limit_of_its_own_and_a_step_without_parts_goes(tmp_path
 
 def test_a_step_that_lost_a_part_is_not_whole_and_the_error_says_why(tmp_path):
     first, second = (save(tmp_path, step, max_to_keep={"actor": 2, "critic": 1}) for step in (1, 2))
-    with pytest.raises(ValueError, match=rf"critic: deleted.*trainer.max_critic_ckpt_to_keep.*step there is {second}"):
+    with pytest.raises(
+        ValueError, match=rf"critic: .*trainer\.max_critic_ckpt_to_keep.*{second}: set trainer\.resume_from_path"
+    ):
         resolve_resume("resume_path", tmp_path, first)
     flip(second)
     with pytest.raises(ValueError, match=r"global_step_1"):
@@ -330,13 +332,13 @@ def test_auto_begins_anew_only_where_there_is_no_step(tmp_path):
 def test_resume_path_errors_say_what_to_set(tmp_path):
     early, late = save(tmp_path, 1), save(tmp_path, 8)
     assert resolve_resume("resume_path", tmp_path / "other", str(early)) == early
-    with pytest.raises(ValueError, match="needs it"):
+    with pytest.raises(ValueError, match=r"^trainer\.resume_from_path: trainer\.resume_mode=resume_path"):
         resolve_resume("resume_path", tmp_path)
-    with pytest.raises(ValueError, match=rf"does not exist. The newest complete step before it is {early}"):
+    with pytest.raises(ValueError, match=rf"^trainer\.resume_from_path: .*global_step_5 .*{early}: set "):
         resolve_resume("resume_path", tmp_path, tmp_path / "global_step_5")
-    with pytest.raises(ValueError, match=rf"folder of steps, not a step. The newest complete step there is {late}"):
+    with pytest.raises(ValueError, match=rf"^trainer\.resume_from_path: .* a folder .*{late}: set "):
         resolve_resume("resume_path", tmp_path, tmp_path)
-    with pytest.raises(ValueError, match="There is no complete step in"):
+    with pytest.raises(ValueError, match=r"nowhere/global_step_5 .*nowhere\.$"):
         resolve_resume("resume_path", tmp_path, tmp_path / "nowhere" / "global_step_5")
     with pytest.raises(ValueError, match=r"(?s)resume_mode.*'latest'"):
         resolve_resume("latest", tmp_path)

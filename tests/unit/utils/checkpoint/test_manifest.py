@@ -81,7 +81,7 @@ def test_every_flipped_character_of_the_manifest_is_noticed(step):
 
 
 def test_a_step_without_files_cannot_be_finished(tmp_path):
-    with pytest.raises(ValueError, match="has no files"):
+    with pytest.raises(ValueError, match=r": step 1 .*files"):
         write_manifest(tmp_path, 1, serial=1)
 
 
@@ -156,5 +156,5 @@ def test_a_stream_written_out_of_order_or_changed_later_is_read_again(tmp_path):
 def test_a_manifest_of_another_format_is_not_reported_as_a_wrong_checksum():
     fields = {"format": "verl.checkpoint/99", "step": 1, "serial": 1, "files": {}, "dropped": []}
     crc32 = zlib.crc32(json.dumps(fields, sort_keys=True).encode())
-    with pytest.raises(ValueError, match=r"its format is 'verl\.checkpoint/99'"):
+    with pytest.raises(ValueError, match=r"^manifest\.json: .*'verl\.checkpoint/99'.*'verl\.checkpoint/1'"):
         decode_manifest(json.dumps({**fields, "crc32": crc32}).encode())

@@ -37,13 +37,13 @@ def test_a_card_says_which_files_a_split_has(tmp_path):
     make_set(tmp_path)
     assert find_files(str(tmp_path), "train") == [str(tmp_path / "main" / "train-00000.jsonl")]
     assert find_files(str(tmp_path), "validation") == [str(tmp_path / "main" / "test-00000.jsonl")]
-    with pytest.raises(ValueError, match=r"several splits .*Name the file to use"):
+    with pytest.raises(ValueError, match=r"\(train-00000\.jsonl, test-00000\.jsonl\)"):
         find_files(str(tmp_path))
 
 
 def test_a_card_with_several_parts_and_no_default_asks_for_the_files(tmp_path):
     make_set(tmp_path, default="")
-    with pytest.raises(ValueError, match=r"lists the parts main, other .*Name the files to use"):
+    with pytest.raises(ValueError, match=r"\bmain, other\b"):
         find_files(str(tmp_path), "train")
     assert find_files(str(tmp_path / "other")) == [str(tmp_path / "other" / "train.jsonl")]
 

@@ -126,9 +126,7 @@ def test_a_prompt_that_the_template_refuses_is_named_with_its_place(tmp_path):
         "{{ m['content'] }}{% endfor %}"
     )
     rows = [row(0), row(1, prompt=[{"role": "system", "content": "x"}, *said("y")])]
-    expected = (
-        r"a\.parquet row 1: the chat template rejects the prompt \(TemplateError: no system role; roles: system, user"
-    )
+    expected = r"a\.parquet row 1: .*\(TemplateError: no system role; roles: system, user"
     with pytest.raises(DataError, match=expected):
         RLHFDataset(write(tmp_path / "a.parquet", rows), tokenizer, {})
 
@@ -236,7 +234,7 @@ def test_a_dictconfig_and_dataset_folders_are_accepted(tmp_path):
     write(folder / "test-00000-of-00001.parquet", [row(2)])
     assert RLHFDataset(str(tmp_path / "set"), TOKENIZER, config, split="test")[0]["index"] == 2
     assert len(RLHFDataset(str(tmp_path / "set"), TOKENIZER, config, split="train")) == 2
-    with pytest.raises(ValueError, match=r"several splits .*Name the file to use"):
+    with pytest.raises(ValueError, match=r"/set: .*test-00000-of-00001\.parquet, train-00000-of-00002\.parquet"):
         RLHFDataset(str(tmp_path / "set"), TOKENIZER, config)
 
 
@@ -250,22 +248,25 @@ def test_a_dataset_survives_pickling_for_spawned_loader_workers(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([row(0), {"data_source": "x"}], r"a\.jsonl line 2: the row has no 'prompt'\. .* set data\.prompt_key"),
-        ([row(0), row(1, prompt=None)], r"line 2: 'prompt' is null"),
-        ([row(0), row(1, prompt=17), row(2, prompt=18)], r"line 2 \(and 1 more row\): 'prompt' is a int"),
-        ([row(0, prompt=[])], r"line 1: 'prompt' has no messages"),
-        ([row(0, prompt="")], r"line 1: 'prompt' is empty"),
-        ([row(0, prompt=[{"content": "hi"}])], r"line 1: message 0 of 'prompt' has no 'role' \(found: content\)"),
-        ([row(0, prompt=[{"role": "user", "content": 3}])], r"line 1: the 'content' of message 0 of 'prompt' is a int"),
+        ([row(0), {"data_source": "x"}], r"a\.jsonl line 2: .*'prompt'.*data\.prompt_key"),
+        ([row(0), row(1, prompt=None)], r"line 2: 'prompt' .*\bnull\b"),
+        ([row(0), row(1, prompt=17), row(2, prompt=18)], r"line 2 \(and 1 more row\): 'prompt' .*\bint\b"),
+        ([row(0, prompt=[])], r"line 1: 'prompt' .*messages"),
+        ([row(0, prompt="")], r"line 1: 'prompt' .*empty"),
+        ([row(0, prompt=[{"content": "hi"}])], r"line 1: message 0 of 'prompt' .*'role' \(found: content\)"),
+        ([row(0, prompt=[{"role": "user", "content": 3}])], r"line 1: .*'content' of message 0 of 'prompt' .*\bint\b"),
         (
             [row(0, prompt=[{"role": "user", "content": [["a", {"b": 1}]]}])],
-            r"line 1: the 'content' of message 0 of 'prompt' is a list whose part 0 is a list",
+            r"line 1: .*'content' of message 0 of 'prompt' .*part 0 .*\blist\b",
         ),
         (
             [row(0, prompt=[{"role": "user", "content": [{"b": [1, 2]}]}])],
-            r"line 1: the 'content' of message 0 of 'prompt' is a list whose part 0 has no 'type'",
+            r"line 1: .*'content' of message 0 of 'prompt' .*part 0 .*'type'",
         ),
-        ([row(0, prompt=[{"role": "user", "content": []}])], r"line 1: .* is an empty list"),
+        (
+            [row(0, prompt=[{"role": "user", "content": []}])],
+            r"line 1: .*'content' of message 0 of 'prompt' .*empty list",
+        ),
     ],
 )
 def test_bad_prompts_are_refused_with_file_line_and_remedy(tmp_path, rows, expected):
@@ -278,13 +279,13 @@ def test_bad_prompts_are_refused_with_file_line_and_remedy(tmp_path, rows, expec
     [
         (
             {"question": ["a"], "answer": ["b"]},
-            r"a\.parquet row 0: the column 'prompt' does not exist\. .* Columns: question, answer",
+            r"a\.parquet row 0: .*'prompt' .*data\.prompt_key .*: question, answer\.",
         ),
-        ({"prompt": [1, 2]}, r"row 0 \(and 1 more row\): 'prompt' is a int"),
-        ({"prompt": ["ok", None, None]}, r"row 1 \(and 1 more row\): 'prompt' is null"),
-        ({"prompt": [[{"role": "user", "content": "a"}], []]}, r"row 1: 'prompt' has no messages"),
-        ({"prompt": [[{"role": None, "content": "a"}]]}, r"row 0: message 0 of 'prompt' has no 'role'"),
-        ({"prompt": pa.array([], pa.string())}, r"a\.parquet: the file has no rows"),
+        ({"prompt": [1, 2]}, r"row 0 \(and 1 more row\): 'prompt' .*\bint\b"),
+        ({"prompt": ["ok", None, None]}, r"row 1 \(and 1 more row\): 'prompt' .*\bnull\b"),
+        ({"prompt": [[{"role": "user", "content": "a"}], []]}, r"row 1: 'prompt' .*messages"),
+        ({"prompt": [[{"role": None, "content": "a"}]]}, r"row 0: message 0 of 'prompt' .*'role'"),
+        ({"prompt": pa.array([], pa.string())}, r"a\.parquet: .*rows"),
     ],
 )
 def test_bad_columns_of_parquet_files_are_refused(tmp_path, table, expected):
@@ -314,7 +315,7 @@ def test_an_overlong_prompt_with_truncation_error_is_refused_before_training(tmp
     file = write(tmp_path / "a.parquet", [row(0), row(1, prompt=said("long " * 30))])
     with pytest.raises(DataError, match=r"(?s)row 1.*data\.max_prompt_length"):
         dataset(file, filter_overlong_prompts=False)
-    with pytest.raises(DataError, match=r"all 1 prompts have more than"):
+    with pytest.raises(DataError, match=r"b\.parquet: .*\b1 prompts.*data\.max_prompt_length = 64\b.*\b153\b"):
         dataset(write(tmp_path / "b.parquet", [row(1, prompt=said("long " * 30))]))
 
 
@@ -341,7 +342,7 @@ def test_rows_judged_by_a_model_need_no_ground_truth(tmp_path):
     dataset(write(tmp_path / "a.parquet", rows)).validate()
     without = [{name: value for name, value in row(0).items() if name != "reward_model"}]
     data = dataset(write(tmp_path / "b.parquet", without))
-    with pytest.raises(DataError, match="the row has no ground truth"):
+    with pytest.raises(DataError, match=r"b\.parquet row 0: .*data\.ground_truth_key"):
         data.validate()
     data.validate(ground_truth=False)
 
@@ -349,7 +350,7 @@ def test_rows_judged_by_a_model_need_no_ground_truth(tmp_path):
 def test_a_state_of_other_data_is_refused(tmp_path):
     data = dataset(write(tmp_path / "a.parquet", [row(0), row(1)]))
     other = dataset(write(tmp_path / "b.parquet", [row(0)]))
-    with pytest.raises(ValueError, match="not the prompts of the checkpoint"):
+    with pytest.raises(ValueError, match=r"^data\.train_files: .*b\.parquet: 1\b.*\b2\b"):
         other.load_state_dict(data.state_dict())
     data.load_state_dict(data.state_dict())
 
@@ -359,5 +360,5 @@ def test_collate_stacks_tensors_and_keeps_everything_else_as_it_is():
     assert batch["x"].shape == (2, 2)
     assert batch["y"].dtype == np.dtype(object)
     assert batch["y"].tolist() == [[1, 2], [3, 4]]
-    with pytest.raises(ValueError, match="only some rows have y"):
+    with pytest.raises(ValueError, match=r"^collate_fn: .*\by\."):
         collate_fn([{"x": 1, "y": 2}, {"x": 1}])

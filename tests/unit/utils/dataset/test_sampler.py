@@ -47,7 +47,7 @@ def test_in_file_order_every_row_is_seen_and_none_twice_before_all_are(rows, bat
 
 def test_another_seed_or_size_cannot_resume():
     state = EpochSampler(range(5), seed=1).state_dict()
-    with pytest.raises(ValueError, match=r"seed 1 and 5 rows, this run has seed 2 and 5"):
+    with pytest.raises(ValueError, match=r"^data\.seed: .*\b1\b.*\b5 rows, .*\b2\b.*\b5\."):
         EpochSampler(range(5), seed=2).load_state_dict(state)
 
 
@@ -69,5 +69,5 @@ def test_a_curriculum_of_the_user_derives_from_the_base_classes():
     assert isinstance(sampler, AbstractSampler)
     sampler.update([3, 1, 2])
     assert list(sampler) == [1, 2, 0]
-    with pytest.raises(TypeError, match="abstract"):
+    with pytest.raises(TypeError, match=r"AbstractCurriculumSampler .*__init__, update"):
         AbstractCurriculumSampler("abc", None)

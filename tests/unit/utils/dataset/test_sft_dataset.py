@@ -95,7 +95,7 @@ def test_without_a_template_an_answer_follows_the_very_tokens_that_generation_be
 def test_without_a_template_nothing_can_be_called(tmp_path, changes):
     file = write(tmp_path / "a.jsonl", [{"messages": CHAT} | changes])
     with pytest.raises(
-        DataError, match=r"line 1: the tokenizer has no chat template to render (tools|the 'tool_calls')"
+        DataError, match=r"line 1: .*(render tools\.|'tool_calls').*apply_chat_template_kwargs\.chat_template"
     ):
         SFTDataset(file, plain_tokenizer(), {})
 
@@ -145,25 +145,25 @@ def test_a_template_that_drops_earlier_thinking_makes_a_row_of_each_text_that_th
     [
         (
             THINKING.replace("loop.index0 < ns.last", "true"),
-            "drops or changes part of message 1: '<think>easy</think>2",
+            "part of message 1: '<think>easy</think>2",
         ),
         (
             THINKING.replace("<|assistant|>", "<|assistant|><think>"),
-            r"'<\|assistant\|><think>', but message 1 is rendered as",
+            r"'<\|assistant\|><think>', .*message 1 .*'<\|assistant\|>2",
         ),
         (
             "{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "changes the text before message 1",
+            "text before message 1",
         ),
-        ("{{ raise_exception('roles must alternate') }}", "rejects the first 2 messages .*roles must alternate"),
-        (THINKING.replace("{{ said }}", "{% generation %}{% endgeneration %}{{ said }}"), "marks nothing of message 1"),
+        ("{{ raise_exception('roles must alternate') }}", "2 messages .*roles must alternate"),
+        (THINKING.replace("{{ said }}", "{% generation %}{% endgeneration %}{{ said }}"), "nothing of message 1"),
     ],
 )
 def test_a_template_under_which_the_answer_cannot_be_learned_is_refused(tmp_path, template, said):
     messages = [THOUGHT[0], {"role": "assistant", "content": "<think>easy</think>2"}]
-    if "rendered as" in said:
+    if "<|assistant|><think>" in template:
         messages[1]["content"] = "2"
-    with pytest.raises(DataError, match=f"line 1: the .*chat template .*{said}"):
+    with pytest.raises(DataError, match=f"line 1: .*template .*{said}"):
         SFTDataset(write(tmp_path / "a.jsonl", [{"messages": messages}]), templated(template), {})
 
 
@@ -277,25 +277,25 @@ CALL = {"function": {"name": "run", "arguments": "{broken"}}
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"tools": "{broken"}, "'tools': the text is not valid JSON .*Correct it"),
-        ({"tools": {"name": "run"}}, "'tools' is a dict. Write a list"),
-        ({"tools": ["{broken"]}, "schema 0 of 'tools': the text is not valid JSON"),
-        ({"tools": [7]}, "schema 0 of 'tools' is a int"),
-        ({"tools": [{"name": "search"}]}, "the chat template does not render the tool 'search'"),
-        ({"enable_thinking": "false"}, "'enable_thinking' is 'false'. Write true or false"),
-        ({"messages": "hello"}, "'messages' is a string. Write it as a list"),
+        ({"tools": "{broken"}, "'tools': .*JSON"),
+        ({"tools": {"name": "run"}}, r"'tools' .*\bdict\b.*list"),
+        ({"tools": ["{broken"]}, "schema 0 of 'tools': .*JSON"),
+        ({"tools": [7]}, r"schema 0 of 'tools' .*\bint\b"),
+        ({"tools": [{"name": "search"}]}, ".*template .*'search'"),
+        ({"enable_thinking": "false"}, r"'enable_thinking' .*'false'\..*\btrue\b"),
+        ({"messages": "hello"}, "'messages' .*string.*list"),
         (
             {"messages": [CHAT[1], {"role": "gpt", "content": "2"}]},
-            r"the conversation has no message of the assistant .*\(roles: user, gpt\)",
+            r".*\(roles: user, gpt\)",
         ),
-        ({"messages": CHAT[2:3]}, "message 0 is the assistant's: .* Set 'loss'"),
+        ({"messages": CHAT[2:3]}, "message 0 .*prompt.*'loss'"),
         (
             {"messages": [CHAT[1], {"role": "assistant", "tool_calls": [CALL]}]},
-            "the 'arguments' in 'tool_calls' of message 1: the text is not valid JSON",
+            ".*'arguments' in 'tool_calls' of message 1: .*JSON",
         ),
         (
             {"messages": [CHAT[1], {"role": "assistant", "tool_calls": [{"id": 1}]}]},
-            "'tool_calls' of message 1 must be a list of",
+            r"'tool_calls' of message 1 .*\{function: \{name, arguments\}\}",
         ),
     ],
 )
@@ -313,12 +313,12 @@ def test_a_message_counts_by_its_own_loss(tmp_path):
     item = MultiTurnSFTDataset(write(tmp_path / "b.jsonl", [{"messages": chat}]), TOKENIZER, {})[0]
     assert (learned(item), item["loss_mask"].dtype) == ("2<|end|>4!<|end|>", torch.int64)
     assert learned(SFTDataset(write(tmp_path / "b.jsonl", [{"messages": chat}]), TOKENIZER, {})[0]) == "2<|end|>"
-    for changed, said in (({"loss": -1}, "Write 0, 1"), ({"loss": "x"}, "Write 0, 1")):
+    for changed, said in (({"loss": -1}, r"-1\."), ({"loss": "x"}, r"'x'\.")):
         with pytest.raises(DataError, match=f"'loss' of message 2 .*{said}"):
             MultiTurnSFTDataset(
                 write(tmp_path / "c.jsonl", [{"messages": [*chat[:2], {**CHAT[2], **changed}]}]), TOKENIZER, {}
             )
-    with pytest.raises(DataError, match="'loss' of message 1 is 1, but its role is user"):
+    with pytest.raises(DataError, match=r"'loss' of message 1 .*\b1\b.*\buser\b"):
         MultiTurnSFTDataset(
             write(tmp_path / "d.jsonl", [{"messages": [chat[0], {**chat[1], "loss": 1}, chat[2]]}]), TOKENIZER, {}
         )
@@ -342,9 +342,9 @@ def test_an_answer_without_an_end_is_worth_a_warning(tmp_path, caplog):
 def test_bad_rows_are_refused_with_their_place(tmp_path):
     with pytest.raises(DataError, match=r"(?s)line 1.*'response'.*data\.response_key"):
         SFTDataset(write(tmp_path / "a.jsonl", [{"prompt": "x"}]), TOKENIZER, {})
-    with pytest.raises(DataError, match=r"line 1: 'response' is a int"):
+    with pytest.raises(DataError, match=r"line 1: 'response' .*\bint\b"):
         SFTDataset(write(tmp_path / "b.jsonl", [{"prompt": "x", "response": 3}]), TOKENIZER, {})
-    with pytest.raises(DataError, match="no message of the assistant"):
+    with pytest.raises(DataError, match=r"line 1: .*\(roles: system, user\)"):
         SFTDataset(write(tmp_path / "c.jsonl", [{"messages": CHAT[:2]}]), TOKENIZER, {})
     with pytest.raises(DataError, match=r"(?s)line 1.*data\.max_length"):
         SFTDataset(write(tmp_path / "d.jsonl", [{"prompt": "x", "response": "long"}]), TOKENIZER, {"max_length": 4})
@@ -354,7 +354,7 @@ def test_bad_rows_are_refused_with_their_place(tmp_path):
 def test_a_row_that_the_template_refuses_is_named_before_anything_is_learned(tmp_path, truncation):
     rows = [{"prompt": "Q", "response": "A"}, {"prompt": [{"role": "nobody", "content": "Q"}], "response": "A"}]
     tokenizer = templated("{% if messages[0].role == 'nobody' %}{{ raise_exception('who?') }}{% endif %}" + TOOLS)
-    with pytest.raises(DataError, match=r"line 2: the chat template rejects the first 2 messages .*who\?"):
+    with pytest.raises(DataError, match=r"line 2: .*\b2 messages \(TemplateError: who\?; roles: nobody, assistant\)"):
         SFTDataset(write(tmp_path / "a.jsonl", rows), tokenizer, {"truncation": truncation})
 
 
@@ -383,9 +383,7 @@ def test_rows_whose_answer_would_be_cut_off_whole_are_left_out_and_told(tmp_path
 @pytest.mark.parametrize("option", ["messages_key", "tools_key", "enable_thinking_key"])
 def test_a_column_that_was_named_must_be_there(tmp_path, option):
     file = write(tmp_path / "a.jsonl", [{"prompt": "Q", "response": "A"}])
-    with pytest.raises(
-        DataError, match=rf"data\.{option} = typo: no file has this column\. .* Columns: prompt, response"
-    ):
+    with pytest.raises(DataError, match=rf"data\.{option} = typo: .* prompt, response\."):
         SFTDataset(file, TOKENIZER, {option: "typo"})
     assert len(SFTDataset(file, TOKENIZER, {option: "typo"}, split="validation")) == 1
 

@@ -266,10 +266,10 @@ def test_the_label_of_the_tests_does_not_depend_on_the_answer():
 @pytest.mark.parametrize(
     ("truth", "words"),
     [
-        ("x", "written as JSON"),
-        ("{}", "no tests in it"),
-        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        (7, "expected tests"),
+        ("x", "^ground_truth: .*JSON.*line 1 column 1"),
+        ("{}", "^ground_truth: .*inputs and outputs, test_list"),
+        ({"inputs": ["1"], "outputs": []}, "^ground_truth: 1 inputs .*0 outputs"),
+        (7, "^ground_truth: .*'7'"),
     ],
 )
 def test_a_wrong_ground_truth_is_told(truth, words):

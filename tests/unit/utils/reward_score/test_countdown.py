@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -65,14 +66,16 @@ def test_numbers_may_come_as_arrays():
 
 def test_a_ground_truth_that_is_no_puzzle_is_an_error():
     for wrong in ("98", {"target": 98}, {"numbers": [1]}, {"target": 98, "numbers": []}, None):
-        with pytest.raises(ValueError, match="write"):
+        with pytest.raises(
+            ValueError, match=rf"^ground_truth {re.escape(repr(str(wrong)))}: .*\{{'target': 98, 'numbers'"
+        ):
             compute_score("<answer>98</answer>", wrong)
 
 
 def test_a_solution_is_found_where_there_is_one():
     hard = {"target": 24, "numbers": [3, 3, 8, 8]}
     assert compute_score(answer_of(hard), hard) == 1.0
-    with pytest.raises(ValueError, match=r"no equation with \[1, 1\] makes 5"):
+    with pytest.raises(ValueError, match=r"\[1, 1\].*\b5\b"):
         answer_of({"target": 5, "numbers": [1, 1]})
     assert answer_of({"target": 5, "numbers": [1] * 8}) is None
 

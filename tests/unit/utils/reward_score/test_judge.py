@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -40,12 +41,12 @@ def test_the_last_json_object_with_the_field_counts(judgement, score):
     "judgement", ["", "ten", '{"score": "8"}', '{"score": true}', '{"score": NaN}', '{"points": 8}']
 )
 def test_a_judgement_without_a_number_is_no_score(judgement):
-    with pytest.raises(ValueError, match="the judge gave no score"):
+    with pytest.raises(ValueError, match=rf"'score'\): {re.escape(repr(judgement))}"):
         judge_of().read(judgement)
 
 
 def test_a_number_off_the_scale_is_no_score():
-    with pytest.raises(ValueError, match="11 is not from 0 to 10"):
+    with pytest.raises(ValueError, match=r"\b11\b.*\b0 to 10\b"):
         judge_of().read('{"score": 11}')
 
 
@@ -76,10 +77,10 @@ def test_the_template_has_question_answer_and_what_the_row_knows(tmp_path):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("reward_model.judge.template='{% if %}'", "invalid Jinja"),
-        ("reward_model.judge.template=/nowhere/ask.txt", "No such file"),
-        ("reward_model.judge.pattern=score", "has no group"),
-        ("reward_model.judge.low=10", "is not below"),
+        ("reward_model.judge.template='{% if %}'", r"^reward_model\.judge\.template: .*line 1\b"),
+        ("reward_model.judge.template=/nowhere/ask.txt", r"^reward_model\.judge\.template: .*'/nowhere/ask\.txt'"),
+        ("reward_model.judge.pattern=score", r"reward_model\.judge\.pattern = score: "),
+        ("reward_model.judge.low=10", r"reward_model\.judge\.low = 10.*reward_model\.judge\.high = 10\b"),
     ],
 )
 def test_mistakes_are_told_before_training(override, words):

@@ -73,5 +73,5 @@ def test_right_wrong_and_missing_letters_score_as_asked():
     assert compute_score("Answer: C", "B", format_score=0.1) == 0.1
     assert compute_score("no idea", "B", format_score=0.1) == 0.0
     for wrong in ("Paris", 17, None, ""):
-        with pytest.raises(ValueError, match="not one of the letters"):
+        with pytest.raises(ValueError, match=rf"^ground_truth {wrong!r} .*\bA to J\b"):
             compute_score("Answer: B", wrong)

@@ -42,7 +42,7 @@ def test_functions_are_called_with_the_parameters_they_have():
 
 def test_an_unknown_source_lists_the_known_ones_and_the_nearest():
     with pytest.raises(
-        ValueError, match=r"'openai/gsm8'\. Did you mean 'openai/gsm8k'\? .*custom.*Known: .*openai/gsm8k"
+        ValueError, match=r"'openai/gsm8'\..*'openai/gsm8k'\?.*custom_reward_function.*\bopenai/gsm8k\b"
     ):
         default_compute_score("openai/gsm8", "#### 1", "1")
 
@@ -51,7 +51,10 @@ def test_a_name_that_is_taken_cannot_be_given_to_another_function():
     def other(solution_str, ground_truth):
         return 0.0
 
-    with pytest.raises(ValueError, match="already scores it"):
+    with pytest.raises(
+        ValueError,
+        match=r"'openai/gsm8k': verl\.utils\.reward_score\.gsm8k\.compute_score .*custom_reward_function\.path",
+    ):
         register_score("openai/gsm8k")(other)
     assert score_function("openai/gsm8k").compute("#### 1", "1") == 1.0
 
