@@ -206,7 +206,7 @@ def check_request(request: Request, max_model_len: int, grammars: bool = False) 
             f"request {request.id!r}: grammar is not supported by this engine. Omit it, or use the native engine."
         )
     if not request.prompt_ids:
-        raise ValueError(f"request {request.id!r}: the prompt is empty. Pass at least one token.")
+        raise ValueError(f"request {request.id!r}: prompt_ids is empty. Pass at least one token.")
     earlier = request.resume_from
     generated = len(earlier.token_ids) if earlier else 0
     if len(request.prompt_ids) + generated >= max_model_len:

@@ -54,7 +54,7 @@ def test_a_sync_wakes_released_weights_and_leaves_the_kv_asleep(make_rollout):
     rollout = make_rollout()
     rollout.release()
     InProcessTransfer(UnshardedModel(tiny_model(seed=5)), rollout).sync(version=1)
-    with pytest.raises(RuntimeError, match=r"\['kv_cache'\] are released"):
+    with pytest.raises(RuntimeError, match=r"\['kv_cache'\].*resume\(\)"):
         rollout.submit([Request("a", [5, 6], SamplingParams())])
 
 
@@ -92,5 +92,5 @@ def test_who_waits_for_an_answer_hears_of_a_trainer_that_broke(make_rollout):
     with pytest.raises(MemoryError, match="no room to gather"):
         waiting.result()
     rollout.resume_generation()
-    with pytest.raises(RuntimeError, match=r"The update to version 1 failed: no room"):
+    with pytest.raises(RuntimeError, match=r"version 1 .*: no room to gather"):
         rollout.submit([Request("b", [5, 6], SamplingParams(max_new_tokens=3))])

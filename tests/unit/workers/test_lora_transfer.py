@@ -112,7 +112,7 @@ def test_a_changed_bit_of_an_adapter_is_detected_and_the_next_sync_repairs_it(fo
         patch.setattr(rollout, "load_bucket", load_changed)
         with pytest.raises(WeightMismatchError, match=r"layers\.1\.mlp\.up_proj\.lora_B"):
             transfer.sync(2)
-    with pytest.raises(RuntimeError, match="version 2 failed"):
+    with pytest.raises(RuntimeError, match=r"version 2 .*up_proj\.lora_B"):
         generate(rollout)
     assert transfer.sync(3).bytes == adapter_bytes(engine), "the frozen weights were not touched"
     assert difference(engine, generate(rollout)) < 1e-4
@@ -124,7 +124,7 @@ def test_a_missing_adapter_tensor_is_detected(folder, start, monkeypatch):
     transfer.sync(1)
     load = rollout.load_bucket
     monkeypatch.setattr(rollout, "load_bucket", lambda bucket: load(dict(list(bucket.items())[1:])))
-    with pytest.raises(WeightMismatchError, match="was not received"):
+    with pytest.raises(WeightMismatchError, match=r"'model\.layers\.0\.mlp\.down_proj\.lora_A\.weight' .*rows"):
         transfer.sync(2)
 
 

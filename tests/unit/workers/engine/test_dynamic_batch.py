@@ -29,10 +29,10 @@ def test_the_number_of_parts_can_be_asked_for():
     assert len(rearrange_micro_batches(data.batch, 10_000)[0]) == 1
     assert len(rearrange_micro_batches(data.batch, 10_000, min_num_micro_batch=3)[0]) == 3
     assert len(rearrange_micro_batches(data.batch, 10_000, min_num_micro_batch=3, num_batches_divided_by=2)[0]) == 4
-    with pytest.raises(ValueError, match="6 rows are fewer than 8 micro-batches"):
+    with pytest.raises(ValueError, match=r"^rearrange_micro_batches: 6 rows .*\b8 micro-batches.*max_token_len"):
         rearrange_micro_batches(data.batch, 10_000, min_num_micro_batch=8)
 
 
 def test_results_that_are_not_all_there_are_refused():
-    with pytest.raises(ValueError, match="2 results for 3 rows"):
+    with pytest.raises(ValueError, match=r"^restore_dynamic_batch: 2\b.*\b3 rows"):
         restore_dynamic_batch(torch.zeros(2), [[0, 2], [1]])

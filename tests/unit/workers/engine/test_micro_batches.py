@@ -98,7 +98,7 @@ def test_without_a_limit_all_rows_go_at_once():
 
 
 def test_a_limit_of_no_rows_is_refused():
-    with pytest.raises(ValueError, match="size: 0"):
+    with pytest.raises(ValueError, match=r"^micro batch size: 0 "):
         MicroBatching(size=0)
 
 

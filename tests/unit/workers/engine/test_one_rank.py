@@ -462,9 +462,9 @@ def test_only_the_named_contents_are_loaded(tmp_path):
     frozen.load(tmp_path, ["model"])
     wanted = first.infer(data, ["log_probs"]).batch["log_probs"]
     assert torch.equal(frozen.infer(data, ["log_probs"]).batch["log_probs"], wanted)
-    with pytest.raises(ValueError, match="not saved in it: optimizer"):
+    with pytest.raises(ValueError, match=r": optimizer \(checkpoint\.save_contents\)"):
         first.load(tmp_path, ["optimizer"])
-    with pytest.raises(ValueError, match="unknown"):
+    with pytest.raises(ValueError, match=r"^checkpoint contents: \['everything'\].*model, optimizer, extra, hf_model"):
         first.save(tmp_path, ["everything"])
 
 
@@ -542,29 +542,29 @@ def test_a_frozen_engine_equals_the_initial_actor_and_does_not_train():
     actor, reference = make_engine(model), make_engine(model, train=False)
     wanted, found = (engine.infer(data, ["log_probs"]).batch["log_probs"] for engine in (actor, reference))
     assert torch.equal(wanted, found)
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValueError, match=r"^optim: "):
         reference.forward_backward(data, token_loss, ["log_probs"])
 
 
 def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(monkeypatch):
     known = forward.logit_head
     monkeypatch.setattr(forward, "logit_head", lambda model: lambda hidden: known(model)(hidden) * 1.5)
-    with pytest.raises(ValueError, match=r"model\.path: .* logits"):
+    with pytest.raises(ValueError, match=r"^model\.path: Qwen2ForCausalLM .*\d%.*verl\.models\.logits"):
         make_engine(tiny_model())
 
 
 def test_what_a_model_cannot_give_is_said(tmp_path):
     data, engine = make_batch(), make_engine(tiny_model())
-    with pytest.raises(ValueError, match="log_probs, entropy"):
+    with pytest.raises(ValueError, match=r"^outputs: \['values'\] .*log_probs, entropy"):
         engine.infer(data, ["values"])
-    with pytest.raises(ValueError, match="temperature"):
+    with pytest.raises(ValueError, match=r"^temperature: 0\.0 "):
         engine.infer(data, ["log_probs"], temperature=0.0)
     model = AutoModelForSequenceClassification.from_config(tiny_config("bert", num_labels=2))
     with pytest.raises(ValueError, match="num_labels=1"):
         make_engine(model, "sequence_classification", train=False)
-    with pytest.raises(ValueError, match="lacks weights"):
+    with pytest.raises(ValueError, match=r"^model\.path: .*Qwen2ForSequenceClassification: score\.weight"):
         make_engine(str(save_tiny_model(tmp_path)), "sequence_classification", train=False)
-    with pytest.raises(RuntimeError, match="no gradients"):
+    with pytest.raises(RuntimeError, match=r"^optimizer_step: .*forward_backward"):
         engine.optimizer_step()
 
 

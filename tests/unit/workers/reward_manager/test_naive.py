@@ -84,7 +84,7 @@ def test_failed_samples_score_zero_are_counted_and_shown_once(naive, policy, cap
 
 
 def test_the_policy_fail_stops_with_the_example(naive, batch):
-    with pytest.raises(RewardError, match=r"(?s)1 of 3 samples.*ZeroDivisionError.*answer: 'b'"):
+    with pytest.raises(RewardError, match=r"(?s)\b1 of 3 samples.*ZeroDivisionError.*answer: 'b'"):
         naive(sometimes_failing, on_error="fail", num_processes=0)(batch(["a", "b", "c"]))
     with pytest.raises(ValueError, match=r"(?s)reward_model\.on_error.*'ignore'"):
         naive(on_error="ignore")
@@ -120,7 +120,7 @@ def test_managers_are_registered_by_name():
         pass
 
     assert get_reward_manager_cls("mine") is Mine
-    with pytest.raises(ValueError, match=r"'nave' is not known\. Did you mean 'naive'"):
+    with pytest.raises(ValueError, match=r"^reward_model.reward_manager: 'nave' .*'naive'"):
         get_reward_manager_cls("nave")
     with pytest.raises(ValueError, match="NaiveRewardManager"):
         register("naive")(Mine)

@@ -320,7 +320,7 @@ def test_closing_ends_every_process_and_a_closed_pool_can_be_used_again(function
     time.sleep(0.1)
     pool.close()
     wait_until(lambda: not alive(processes["pid"]) and not alive(processes["server"]))
-    with pytest.raises(RuntimeError, match="the process pool was closed"):
+    with pytest.raises(RuntimeError, match="process pool"):
         hanging.result()
     assert pool.submit(sample("fine")).result().value == 0.5
     pool.close()

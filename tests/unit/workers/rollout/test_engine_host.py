@@ -100,7 +100,7 @@ def test_an_invalid_row_fails_the_submit_and_no_row_of_it_runs(engine, make_prom
     host = EngineHost(engine)
     rows = with_empty_prompt(named_rows(make_prompts))
     host.start("a", rows.meta_info)
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match=r"^request '.*': prompt_ids"):
         host.submit("a", rows)
     assert host._jobs["a"].unfinished == {}
     assert engine._loop._all_unfinished() == []
@@ -117,7 +117,7 @@ def test_with_agent_columns_an_invalid_row_fails_alone(engine, make_prompts):
     assert reply.headers.names[failed] == names_of(rows)[1]
     metrics = reply.objects["agent_metrics"][failed]
     assert metrics["status"] == "failed"
-    assert "the prompt is empty" in metrics["error"]
+    assert "prompt_ids" in metrics["error"]
     assert metrics["failures"] == {"loop": 1}
     assert collected.batch["response_mask"].sum(-1).tolist() == [
         0 if number == failed else MANY_TOKENS for number in range(4)
@@ -187,7 +187,7 @@ def test_an_invalid_request_of_a_client_is_refused_and_the_others_are_generated(
     collected = {}
     while len(collected) < 2:
         collected |= {one.id: one for one in host.collect_outputs("one", 60).outputs}
-    assert "the prompt is empty" in collected["bad"].refused
+    assert "prompt_ids" in collected["bad"].refused
     assert len(collected["good"].output.token_ids) == MANY_TOKENS
     assert not host.failed
 

@@ -298,7 +298,7 @@ def test_validation_uses_its_own_parameters(start, make_prompts):
 
 
 def test_an_unknown_override_is_an_error_with_the_known_ones(start, make_prompts):
-    with pytest.raises(ValueError, match=r"no sampling parameter 'temprature'.*'temperature'"):
+    with pytest.raises(ValueError, match=r"^generate_sequences: .*'temprature'.*'temperature'"):
         start().generate_sequences(make_prompts(), temprature=1.0)
 
 

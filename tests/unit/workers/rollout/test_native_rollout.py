@@ -106,7 +106,7 @@ def test_an_update_that_fails_here_or_on_another_rank_can_be_repeated(start, mon
 
     with pytest.raises(OSError, match="the file ends"):
         engine.update_weights(ended_early())
-    with pytest.raises(RuntimeError, match="failed: the file ends"):
+    with pytest.raises(RuntimeError, match=r"version 1 .*: the file ends"):
         ask(engine)
     with monkeypatch.context() as patch:
         peer = SimpleNamespace(exchange_error=lambda error: error or RuntimeError("rank 1: out of memory"))
@@ -143,7 +143,7 @@ def test_a_release_gives_the_kv_memory_back_and_the_answers_go_on(start):
     engine.release(["kv_cache"])
     assert region.bytes.untyped_storage().nbytes() == 0
     assert engine.held_bytes() == {"weights": weights, "kv_cache": 0}
-    with pytest.raises(RuntimeError, match=r"\['kv_cache'\] are released"):
+    with pytest.raises(RuntimeError, match=r"\['kv_cache'\].*resume\(\)"):
         ask(engine)
     engine.resume(["kv_cache"])
     assert ask(engine).token_ids == whole.token_ids
@@ -170,7 +170,7 @@ def test_kv_memory_takes_a_quarter_of_the_host_at_most(start, monkeypatch, caplo
 
 def test_a_request_that_can_never_fit_is_refused_at_once_and_the_others_go_on(start):
     engine = start(**native(num_blocks=4, block_size=8), max_model_len=200)
-    with pytest.raises(ValueError, match=r"need 8 KV blocks of 8 tokens, but there are 4"):
+    with pytest.raises(ValueError, match=r"^request 'a': 40\b.*\b20\b.*\b8 KV blocks of 8\b.*\b4\."):
         ask(engine)
     assert len(ask(engine, prompt=PROMPT[:10]).token_ids) == 20
 
@@ -186,13 +186,13 @@ def test_little_memory_changes_no_answer(start, make_prompts):
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        ({"blocks": 3}, r"native.blocks: unknown option"),
-        ({"model": "fast"}, r"native.model: 'fast' is unknown"),
-        ({"block_size": 0}, r"native: block_size and num_blocks must be integers"),
+        ({"blocks": 3}, r"native.blocks: .*block_size"),
+        ({"model": "fast"}, r"native.model: 'fast' .*fused"),
+        ({"block_size": 0}, r"native: block_size .*'block_size': 0"),
     ],
 )
 def test_unknown_options_are_refused(start, options, cause):
-    with pytest.raises(ValueError, match=cause):
+    with pytest.raises(ValueError, match=rf"^engine_kwargs\.{cause}"):
         start(**native(**options))
 
 

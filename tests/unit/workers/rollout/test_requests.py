@@ -154,7 +154,7 @@ def test_pause_abort_returns_what_there_is(start):
 
 @pytest.mark.parametrize(("how", "wrong"), [({"mode": "stop"}, "mode 'stop'"), ({"kv": "drop"}, "kv 'drop'")])
 def test_an_unknown_pause_mode_is_refused(start, how, wrong):
-    with pytest.raises(ValueError, match=f"{wrong} is unknown"):
+    with pytest.raises(ValueError, match=rf"^pause_generation: {wrong} "):
         start().pause_generation(**how)
 
 
@@ -220,7 +220,7 @@ def test_released_memory_must_be_resumed_before_new_requests_and_running_ones_su
     assert not wait(futures, timeout=0.1).done
     engine.resume(["kv_cache"])
     assert only(futures).token_ids == whole.token_ids
-    with pytest.raises(ValueError, match="tags 'weights'"):
+    with pytest.raises(ValueError, match=r"^release/resume: tags 'weights' .*'kv_cache'"):
         engine.release("weights")
 
 
@@ -249,11 +249,11 @@ def test_weights_that_were_let_go_come_with_an_update_and_running_requests_wait_
 @pytest.mark.parametrize(
     ("wrong", "cause"),
     [
-        ({"prompt_ids": []}, "the prompt is empty"),
+        ({"prompt_ids": []}, "prompt_ids"),
         ({"prompt_ids": [5] * 2000}, "max_model_len"),
-        ({"resume_from": Output([1], [0.0], [0], "stop")}, "resume_from is finished"),
-        ({"resume_from": Output([1] * 160, [0.0] * 160, [0] * 160, "length")}, "resume_from is finished"),
-        ({"resume_from": Output([1], [], [0])}, "one log-prob and one version per token"),
+        ({"resume_from": Output([1], [0.0], [0], "stop")}, "resume_from .*tokens"),
+        ({"resume_from": Output([1] * 160, [0.0] * 160, [0] * 160, "length")}, "resume_from .*tokens"),
+        ({"resume_from": Output([1], [], [0])}, "resume_from .*log-prob .*version"),
     ],
 )
 def test_impossible_requests_are_refused_by_name(start, wrong, cause):
@@ -263,7 +263,7 @@ def test_impossible_requests_are_refused_by_name(start, wrong, cause):
 
 def test_two_requests_of_one_id_are_refused(start):
     engine = start()
-    with pytest.raises(ValueError, match="request 'a': the engine is already processing a request with this id"):
+    with pytest.raises(ValueError, match=r"request 'a': .* id. "):
         engine.submit([request(), request()])
     assert engine._loop._all_unfinished() == [], "a refused call queues nothing"
 
@@ -272,7 +272,7 @@ def test_weights_that_overflow_fail_the_requests_and_not_the_engine(start):
     engine = start()
     good = {name: tensor.clone() for name, tensor in engine.weights.items()}
     engine.update_weights({**good, "model.norm.weight": torch.full((64,), torch.nan)}.items())
-    with pytest.raises(FloatingPointError, match="weights of version 1 give log-prob nan"):
+    with pytest.raises(FloatingPointError, match=r"version 1 .*log-prob nan .*'a'"):
         only(engine.submit([request()]))
     engine.update_weights(good.items())
     assert only(engine.submit([request()])).versions == [2] * 160
@@ -283,11 +283,11 @@ def test_closing_fails_what_is_unfinished_and_ends_the_thread(start):
     futures = engine.submit([request()])
     tokens_so_far(engine, 2)
     engine.close()
-    with pytest.raises(RuntimeError, match="closed before this request was finished"):
+    with pytest.raises(RuntimeError, match="closed"):
         only(futures)
     assert engine._loop._thread is not None
     assert not engine._loop._thread.is_alive()
-    with pytest.raises(RuntimeError, match="engine is closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         engine.submit([request()])
 
 
@@ -303,5 +303,7 @@ def test_an_idle_engine_has_no_thread(start):
 @pytest.mark.parametrize("asked", [{"presence_penalty": 1.0}, {"logit_bias": ((1, 2.0),)}, {"prompt_log_probs": True}])
 @pytest.mark.parametrize("engine_name", ["hf"])
 def test_what_only_the_native_engine_does_is_not_left_out_in_silence(start, asked):
-    with pytest.raises(ValueError, match=r"request 'a': .*penalties, logit_bias"):
+    with pytest.raises(
+        ValueError, match=r"^request 'a': .*penalties, logit_bias, top_log_probs .*rollout\.name=native"
+    ):
         start().submit([request(params=replace(LONG, **asked))])

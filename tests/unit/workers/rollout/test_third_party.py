@@ -159,7 +159,7 @@ def test_an_end_within_a_piece_cuts_the_rest_and_frees_the_server(served):
     ("piece", "message"),
     [
         (TokenChunk("bad", [], [], finished=True, error="out of memory"), "'bad': out of memory"),
-        (TokenChunk("bad", [1], [-1.0], finished=True), "ended it after 4 of"),
+        (TokenChunk("bad", [1], [-1.0], finished=True), "'bad': .*4 of .*303 tokens"),
     ],
 )
 def test_a_request_that_fails_fails_alone_and_may_be_asked_again_at_once(served, piece, message):
@@ -195,7 +195,7 @@ def test_a_log_prob_that_is_none_names_the_weights(served):
     future = served.ask("r")
     wait_for(lambda: served.server.running == {"r"})
     served.server.emit(TokenChunk("r", [1], [math.nan], finished=False))
-    with pytest.raises(FloatingPointError, match="weights of version 0 give log-prob nan to token 1 of request 'r'"):
+    with pytest.raises(FloatingPointError, match=r"version 0 .*log-prob nan .*token 1 .*'r'"):
         future.result()
 
 
@@ -301,7 +301,7 @@ def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None
 
     for _ in range(20):
         assert check_reported_log_probs("e 1", reporting(rounded), VOCAB, False, torch.bfloat16)
-    with pytest.raises(RuntimeError, match="does not report"):
+    with pytest.raises(RuntimeError, match=r"^rollout: e 1 .*\btop_k 5\b"):
         all(check_reported_log_probs("e 1", reporting(rounded), VOCAB, False, torch.float32) for _ in range(20))
 
 
@@ -309,16 +309,20 @@ def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None
 @pytest.mark.parametrize(
     ("top", "after_truncation", "cause"),
     [
-        (raw, True, "apart at temperature 0.5 are reported"),
-        (reordered, True, "temperature 0.5 changes which tokens are the most likely"),
-        (untruncated, True, r"at top_k 5 the probabilities of the 20 .* add up to 0\.\d+"),
-        (processed, False, "top_k 5 changes them"),
-        (lambda t, k: {token: lp - 1 for token, lp in processed(t, k).items()}, True, "most likely tokens add up to"),
+        (raw, True, "two tokens .*temperature 0.5"),
+        (reordered, True, ": temperature 0.5 .*most likely"),
+        (untruncated, True, r"top_k 5 .*\b20 .*\b0\.\d+"),
+        (processed, False, ": top_k 5 .*truncation"),
+        (
+            lambda t, k: {token: lp - 1 for token, lp in processed(t, k).items()},
+            True,
+            r"temperature 0\.05 .*\b20 .*\b0\.\d+",
+        ),
     ],
     ids=["raw", "reordered", "before truncation", "after truncation", "not normalised"],
 )
 def test_what_is_not_is_refused_by_name(top: Callable, after_truncation: bool, cause: str, dtype: torch.dtype) -> None:
-    with pytest.raises(RuntimeError, match=rf"^rollout: e 1 does not report .*{cause}"):
+    with pytest.raises(RuntimeError, match=rf"^rollout: e 1 .*log-probs.*{cause}"):
         check_reported_log_probs("e 1", top, VOCAB, after_truncation, dtype)
 
 

@@ -133,11 +133,11 @@ def test_weights_go_by_handles_of_the_workers_device_and_then_the_end_is_said(st
     assert calls[1:3] == [("synchronize",), ("update_weights", False)]  # what a handle shows has been written
     assert calls[-1] == ("update_weights", True)
     rollout.begin_update(2, None)
-    with pytest.raises(WeightMismatchError, match="never arrived"):
+    with pytest.raises(WeightMismatchError, match=r"'model.embed_tokens.weight'"):
         rollout.finish_update({})
     monkeypatch.setattr(trtllm_rollout, "local_devices", dict)
     other = start()
-    with pytest.raises(RuntimeError, match="a worker of TensorRT-LLM is on GPU-here"):
+    with pytest.raises(RuntimeError, match=r"TensorRT-LLM .*GPU-here, .*\[\]"):
         other.update_weights(model.state_dict().items())
 
 
@@ -151,13 +151,13 @@ def test_memory_is_given_back_by_its_names_for_our_tags(start):
 
 def test_log_probs_of_another_kind_are_found_at_the_first_request(start, monkeypatch):
     monkeypatch.setattr(fake_tensorrt_llm, "LogprobMode", SimpleNamespace(PROCESSED=LogprobMode.RAW))
-    with pytest.raises(RuntimeError, match=r"TensorRT-LLM 0\.0\.0 does not report the log-probs"):
+    with pytest.raises(RuntimeError, match=r"TensorRT-LLM 0\.0\.0 .*log-probs.*3\.8000 .*temperature 0\.5"):
         ask(start())
 
 
 def test_without_the_package_the_install_line_is_said(model_path):
     model = as_config(ModelConfig, {"path": str(model_path)}, "actor_rollout_ref.model")
-    with pytest.raises(ImportError, match="pip install tensorrt-llm"):
+    with pytest.raises(ImportError, match=r"^TRTLLMRollout: tensorrt_llm .*pip install tensorrt-llm"):
         TRTLLMRollout(str(model_path), model, as_config(RolloutConfig, {"name": "trtllm"}), "cpu")
 
 

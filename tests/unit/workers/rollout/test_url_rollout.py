@@ -102,10 +102,10 @@ def test_a_server_that_was_started_anew_has_other_weights_and_answers_nobody(ser
     rollout = join(server)
     rollout.update_weights(tiny_model(seed=3).state_dict().items())
     server.disconnect_at, server.weights = 7, "default"
-    with pytest.raises(EngineDiedError, match=f"{server.url}.*'default', not 'verl-"):
+    with pytest.raises(EngineDiedError, match=rf"^rollout\.server_urls: {server.url} .*'default', .*'verl-"):
         rollout.submit(requests(1))[0].result()
     assert rollout.restart_if_dead()
-    with pytest.raises(RuntimeError, match="no weights"):
+    with pytest.raises(RuntimeError, match=r"^rollout: .*weight sync"):
         rollout.submit(requests(1))
     rollout.update_weights(tiny_model(seed=3).state_dict().items())
     assert rollout.submit(requests(1))[0].result().token_ids == expected_tokens(PROMPTS[0], 40)
@@ -127,7 +127,7 @@ def test_a_server_that_stays_away_fails_everybody_with_its_url(server, join, mon
 
 def test_weights_arrive_bit_for_bit_and_old_prefixes_go(server, join):
     rollout, model = join(server, load_format="dummy"), tiny_model(seed=3)
-    with pytest.raises(RuntimeError, match="no weights"):
+    with pytest.raises(RuntimeError, match=r"^rollout: .*load_format=dummy"):
         rollout.submit(requests(1))
     rollout.update_weights(model.state_dict().items())
     assert server.member.loaded.keys() == model.state_dict().keys()
@@ -140,7 +140,7 @@ def test_what_a_server_says_against_a_hand_over_is_heard_at_once_and_the_next_on
     rollout, weights = join(server), tiny_model(seed=3).state_dict()
     with monkeypatch.context() as patch:
         patch.setattr(server.member, "verl_receive", lambda pieces: 1 / 0)
-        with pytest.raises(ServerError, match=r"/collective_rpc answered 500"):
+        with pytest.raises(ServerError, match=r"/collective_rpc .*500"):
             rollout.update_weights(weights.items())
     rollout.update_weights(weights.items())
     assert all(torch.equal(tensor, server.member.loaded[name]) for name, tensor in weights.items())
@@ -177,7 +177,7 @@ def test_a_bit_that_flips_on_its_way_is_found(server, join, monkeypatch):
     monkeypatch.setattr(server.member, "verl_load_weights", flip)
     with pytest.raises(WeightMismatchError, match=name):
         rollout.update_weights(tiny_model(seed=3).state_dict().items())
-    with pytest.raises(RuntimeError, match="no weights"):
+    with pytest.raises(RuntimeError, match="^rollout: .*version 1 .*" + name):
         rollout.submit(requests(1))
 
 
@@ -211,7 +211,7 @@ def test_a_server_that_cannot_serve_is_refused_with_the_command_that_starts_it_r
 def test_log_probs_that_are_not_of_what_is_drawn_are_found_at_the_first_request(server, join):
     rollout = join(server)
     server.ignores_temperature = True
-    with pytest.raises(RuntimeError, match=f"vLLM 0.0 at {server.url} does not report the log-probs"):
+    with pytest.raises(RuntimeError, match=rf"vLLM 0\.0 at {server.url} .*log-probs.*3\.8000 .*temperature 0\.5"):
         rollout.submit(requests(1))
     server.ignores_temperature = False
     assert rollout.submit(requests(1))[0].result().token_ids == expected_tokens(PROMPTS[0], 40)
@@ -224,7 +224,7 @@ def test_every_replica_has_a_server_of_its_own(server, model_path):
         rollout.update_weights(tiny_model().state_dict().items())
         assert rollout.submit(requests(1))[0].result().token_ids == expected_tokens(PROMPTS[0], 40)
     two = as_config(RolloutConfig, urls | {"server_urls": [server.url] * 2})
-    with pytest.raises(ValueError, match="2 servers for 1 ranks"):
+    with pytest.raises(ValueError, match=r"^server_urls: 2 servers .*\b1 ranks.*tensor_model_parallel_size=1"):
         open_rollout(str(model_path), model, two, "cpu")
 
 
@@ -244,11 +244,11 @@ def test_what_sglang_streams_is_read_whether_it_repeats_itself_or_not():
 def test_nobody_there_or_another_engine_is_said_at_start(server, join):
     with pytest.raises(ServerError, match=r"rollout\.name"):
         join(server, name="sglang")
-    with pytest.raises(ServerError, match=r"/v1 has neither /version.*without a path such as /v1"):
+    with pytest.raises(ServerError, match=r"/v1 .*/version.*/model_info"):
         join(SimpleNamespace(url=f"{server.url}/v1"))
     del server.info["device_config"]
     with pytest.raises(ServerError, match=r"\(KeyError: 'device_config'\)"):
         join(server)
     server.stop()
-    with pytest.raises(ServerError, match=f"{server.url}.*refused"):
+    with pytest.raises(ServerError, match=rf"^rollout\.server_urls: {server.url} .*Errno 111"):
         join(server)

@@ -48,7 +48,7 @@ def test_tied_weights_may_come_under_either_name(start, tmp_path, sent):
 
 def test_a_trainer_that_does_not_tie_what_the_rollout_ties_is_noticed(start, tmp_path):
     engine = start(save_tiny_model(tmp_path, tie_word_embeddings=True))
-    with pytest.raises(WeightMismatchError, match=r"'model.embed_tokens.weight' differs"):
+    with pytest.raises(WeightMismatchError, match=r"'model\.embed_tokens\.weight' .*fingerprint.*\b1 of 27 tensors"):
         engine.update_weights(tiny_model(seed=9).state_dict().items())
 
 
@@ -101,7 +101,7 @@ def test_the_right_numbers_in_another_order_are_refused(start, order):
     for name in ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.q_proj.weight"):
         engine.begin_update(1, good)
         engine.load_bucket(good | {name: order(good[name]).contiguous()})
-        with pytest.raises(WeightMismatchError, match=rf"'{name}' differs .* 1 of 27 tensors"):
+        with pytest.raises(WeightMismatchError, match=rf"'{name}' .*fingerprint.*\b1 of 27 tensors"):
             engine.finish_update(fingerprints(good))
 
 
@@ -131,12 +131,15 @@ def test_rows_of_a_tensor_may_come_apart_and_in_any_order(start):
     [
         (
             lambda rows: rows.pop(next(key for key in rows if not isinstance(key, str))),
-            "was not received, or not all of",
+            "rows",
         ),
-        (lambda rows: rows.update({key: t.flip(0) for key, t in rows.items() if not isinstance(key, str)}), "differs"),
+        (
+            lambda rows: rows.update({key: t.flip(0) for key, t in rows.items() if not isinstance(key, str)}),
+            "fingerprint",
+        ),
         (
             lambda rows: rows.update({TensorSlice("model.embed_tokens.weight", 260, 270): torch.ones(10, 64)}),
-            "which has",
+            "264",
         ),
     ],
     ids=["missing", "in another order", "beyond the end"],
@@ -146,7 +149,7 @@ def test_wrong_rows_are_named(start, change, cause):
     good = tiny_model(seed=9).state_dict()
     rows = in_rows(good, name, 3, 100)
     change(rows)
-    with pytest.raises(WeightMismatchError, match=rf"'{name}',? {cause}"):
+    with pytest.raises(WeightMismatchError, match=rf"'{name}',? .*{cause}"):
         update(engine, good, rows)
 
 
@@ -161,9 +164,9 @@ def test_a_weight_that_never_arrives_is_named(start):
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"model.norm.weight": torch.ones(65)}, r"'model.norm.weight' is \[65\] in the trainer and \[64\] here"),
-        ({"value_head.weight": torch.ones(1)}, "the rollout's model has no 'value_head.weight'"),
-        ({"model.norm.weight": None}, "'model.norm.weight' is not in the trainer's manifest"),
+        ({"model.norm.weight": torch.ones(65)}, r"'model\.norm\.weight' .*\[65\].*\[64\]"),
+        ({"value_head.weight": torch.ones(1)}, "'value_head.weight'"),
+        ({"model.norm.weight": None}, "'model.norm.weight' .*manifest"),
     ],
 )
 def test_another_model_is_refused_before_anything_is_overwritten(start, change, cause):

@@ -89,13 +89,13 @@ def rollout_has_tokens(rollout: Any) -> bool:
 
 
 def test_errors_keep_their_type_and_the_engine_goes_on(hosted):
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match=r"^request 'r': prompt_ids"):
         hosted.submit([Request("r", [], SamplingParams())])
-    with pytest.raises(ValueError, match="mode 'later' is unknown"):
+    with pytest.raises(ValueError, match=r"^pause_generation: mode 'later' .*'finish', 'keep', 'abort'"):
         hosted.pause_generation("later")
     good, broken = UnshardedModel(tiny_model(seed=3)), UnshardedModel(tiny_model(seed=3))
     broken.weights = {**broken.weights, "model.norm.weight": torch.ones(3)}
-    with pytest.raises(WeightMismatchError, match=r"'model\.norm\.weight' is"):
+    with pytest.raises(WeightMismatchError, match=r"'model\.norm\.weight' .*\[3\].*\[64\]"):
         InProcessTransfer(broken, hosted).sync(version=3)
     InProcessTransfer(good, hosted).sync(version=4)
     assert len(answers(hosted, requests(1))[0].token_ids) == 24
@@ -145,7 +145,7 @@ def test_one_bit_that_flips_on_the_way_is_refused(hosted, monkeypatch):
         patch.setattr(SharedBuffer, "put", put_and_flip)
         with pytest.raises(WeightMismatchError, match=r"down_proj.weight"):
             InProcessTransfer(UnshardedModel(tiny_model(seed=6)), hosted).sync(version=9)
-    with pytest.raises(RuntimeError, match="has no weights to generate with"):
+    with pytest.raises(RuntimeError, match=r"version 9 .*down_proj\.weight"):
         hosted.submit(requests(1))
     InProcessTransfer(UnshardedModel(tiny_model(seed=6)), hosted).sync(version=9)
     assert answers(hosted, requests(1))[0].versions[-1] == 9
