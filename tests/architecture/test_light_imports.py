@@ -67,7 +67,7 @@ for module in {WITHOUT_SERVERS!r}:
     assert (servers := [name for name in {SERVERS!r} if name in sys.modules]) == [], (module, servers)
 """
     run_python(program)
-    with pytest.raises(AttributeError, match="no attribute 'DataProtto'"):
+    with pytest.raises(AttributeError, match=r"'verl' .*'DataProtto'"):
         _ = verl.DataProtto
 
 

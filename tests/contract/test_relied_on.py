@@ -45,9 +45,9 @@ def test_a_batch_is_made_of_a_tensordict_or_a_plain_dict():
         assert data.batch.batch_size == torch.Size([3])
     data.batch = {"x": torch.ones(3, 1)}
     assert list(data.batch.keys()) == ["x"]
-    with pytest.raises(ValueError, match=r"'y' has batch size \(2,\), 'x' has \(3,\)"):
+    with pytest.raises(ValueError, match=r"^DataProto: 'y' .*\(2,\), 'x' .*\(3,\)"):
         DataProto(batch={"x": torch.ones(3), "y": torch.ones(2)})
-    with pytest.raises(ValueError, match=r"batch is a list.*TensorDict.*dict"):
+    with pytest.raises(ValueError, match=r"^DataProto: batch .*list.*TensorDict.*dict"):
         DataProto(batch=[torch.ones(3)])
 
 
@@ -154,10 +154,13 @@ def test_one_pool_for_all_roles_is_given_by_its_processes():
         assert list(manager.resource_pool_dict) == [name]
         assert manager.get_n_gpus() == 4
     for wrong, why in (
-        ({}, "either resource_pool_spec .* or process_on_nodes"),
-        ({"resource_pool_spec": {"a": [1]}, "process_on_nodes": [1]}, "either"),
-        ({"process_on_nodes": [1], "mapping": {1: "a", 2: "b"}}, r"mapping names \['a', 'b'\]"),
-        ({"resource_pool_spec": {"a": [1], "b": [1]}}, "mapping is missing"),
+        ({}, r"\bresource_pool_spec .*\bprocess_on_nodes .*all roles"),
+        (
+            {"resource_pool_spec": {"a": [1]}, "process_on_nodes": [1]},
+            r"\bresource_pool_spec .*\bprocess_on_nodes .*all roles",
+        ),
+        ({"process_on_nodes": [1], "mapping": {1: "a", 2: "b"}}, r"process_on_nodes .*\bmapping .*\['a', 'b'\]"),
+        ({"resource_pool_spec": {"a": [1], "b": [1]}}, r": mapping .*\['a', 'b'\]"),
     ):
         with pytest.raises(ValueError, match=why):
             ResourcePoolManager(**wrong)
@@ -194,7 +197,7 @@ def test_registries_are_mappings_and_a_taken_name_is_refused(registry):
     assert len(registry) == len(registry.keys())
     assert registry.get("nobody") is None
     registry[known] = function
-    with pytest.raises(ValueError, match=f"{known!r} is taken"):
+    with pytest.raises(ValueError, match=rf": {known!r} .*verl\.algos\."):
         registry[known] = lambda: None
 
 
@@ -255,7 +258,7 @@ def test_an_estimator_can_be_registered_again_after_its_name_was_deleted():
         return 2
 
     core_algos.register_adv_est("contract_own")(first)
-    with pytest.raises(ValueError, match="'contract_own' is taken"):
+    with pytest.raises(ValueError, match=r"'contract_own' .*\.first\b"):
         core_algos.register_adv_est("contract_own")(second)
     del registry["contract_own"]
     core_algos.register_adv_est("contract_own")(second)
@@ -268,7 +271,7 @@ def test_reward_managers_are_a_mapping():
 
     naive = REWARD_MANAGER_REGISTRY["naive"]
     assert register_manager("naive")(naive) is naive
-    with pytest.raises(ValueError, match="Choose another"):
+    with pytest.raises(ValueError, match=r"reward_manager: 'naive' .*NaiveRewardManager"):
         register_manager("naive")(type("Other", (), {}))
 
 
@@ -300,7 +303,10 @@ def test_a_trainer_of_ones_own_is_named_by_the_runner_or_by_the_configuration(tm
     assert chosen(Runner(), f"{tmp_path}/mine.py:T").__name__ == "T"
     assert chosen(TaskRunner(), "verl.trainer.ppo.ray_trainer.RayPPOTrainer") is RayPPOTrainer
     assert chosen(TaskRunner(), "pkg://verl.trainer.ppo.ray_trainer:RayPPOTrainer") is RayPPOTrainer
-    for wrong, why in (("mine", "names no class"), (f"{tmp_path}/mine.py:U", "U in .* is no RayPPOTrainer")):
+    for wrong, why in (
+        ("mine", "'mine' .*file.py:Class"),
+        (f"{tmp_path}/mine.py:U", r"U in .*mine\.py .*RayPPOTrainer"),
+    ):
         with pytest.raises(ValueError, match=f"^trainer.cls_path: .*{why}"):
             chosen(TaskRunner(), wrong)
 
@@ -309,7 +315,7 @@ def test_a_sampler_that_is_none_is_refused(tmp_path):
     (tmp_path / "order.py").write_text(
         "class Order:\n    def __init__(self, data_source, data_config):\n        pass\n"
     )
-    with pytest.raises(ValueError, match=r"^data\.sampler\.name: Order in .* is no AbstractSampler"):
+    with pytest.raises(ValueError, match=r"^data\.sampler\.name: Order in .*order\.py .*AbstractSampler"):
         create_rl_sampler({"sampler": {"path": str(tmp_path / "order.py"), "name": "Order"}}, [1, 2])
 
 
@@ -317,7 +323,7 @@ def test_a_sampler_that_is_none_is_refused(tmp_path):
 def test_the_engine_that_is_not_installed_says_so():
     from verl.workers.rollout.vllm_rollout import vLLMRollout
 
-    with pytest.raises(ImportError, match=r"vllm is not installed.*make setup-vllm"):
+    with pytest.raises(ImportError, match=r"^vLLMRollout: .*make setup-vllm"):
         vLLMRollout("model", None, None)
 
 
@@ -361,14 +367,14 @@ def test_a_call_that_takes_too_long_is_a_timeout(use_signals):
     assert wait(0.0, value="in time") == "in time"
     with pytest.raises(ValueError, match="no number"):
         wait(0.0, "no number")
-    with pytest.raises(TimeoutError, match=r"wait took longer than 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"^wait .*\b0\.2 s"):
         wait(600.0)
 
 
 def test_two_dicts_become_one_where_they_agree():
     same = np.arange(3)
     assert py_functional.union_two_dict({"a": same, "b": 1}, {"a": same.copy(), "c": 2}).keys() == {"a", "b", "c"}
-    with pytest.raises(ValueError, match="'b' is in both"):
+    with pytest.raises(ValueError, match=r"^union_two_dict: 'b' .*: 1, 2\."):
         py_functional.union_two_dict({"b": 1}, {"b": 2})
 
 
@@ -379,7 +385,7 @@ def test_random_masks_are_runs_within_their_ratios():
     assert set(mask.argmax(1).tolist()) == set(range(5))
     assert ((mask[:, 1:] - mask[:, :-1]) == 1).sum(1).max() <= 1, "one run of ones"
     assert (model.create_random_mask(torch.zeros(50, 4), 1.0, 1.0).sum(1) >= 1).all()
-    with pytest.raises(ValueError, match="ratios are from 0 to 1"):
+    with pytest.raises(ValueError, match=r"^create_random_mask: .*0\.8, 0\.5 .*0\.2\b"):
         model.create_random_mask(torch.zeros(2, 4), 0.5, 0.2, min_ratio_of_valid_token=0.8)
 
 
@@ -426,10 +432,10 @@ def test_external_objects_and_what_is_wrong_with_them(tmp_path):
     file.write_text("value = 3\n")
     assert load_extern_object(None, "value") is None
     assert load_extern_object(str(file), "value") == 3
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with pytest.raises(FileNotFoundError, match=r"nothing\.py: .*mine\.py"):
         load_extern_object(str(tmp_path / "nothing.py"), "value")
-    with pytest.raises(AttributeError, match=r"does not define 'other'\. It defines: value"):
+    with pytest.raises(AttributeError, match=r"mine\.py: .*'other'.*: value\."):
         load_extern_object(str(file), "other")
     file.write_text("1 / 0\n")
-    with pytest.raises(RuntimeError, match="raised ZeroDivisionError when imported: division by zero"):
+    with pytest.raises(RuntimeError, match=r"mine\.py: .*ZeroDivisionError"):
         load_extern_object(str(file), "value")

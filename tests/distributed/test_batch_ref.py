@@ -128,7 +128,7 @@ def test_column_operations_equal_those_of_a_dataproto(rollers):
     assert renamed.batch["reward"].tolist() == [3.0, 1.0]
     with pytest.raises(KeyError, match=r"nothing.*responses"):
         batch.select(["nothing"])
-    with pytest.raises(KeyError, match="nothing"):
+    with pytest.raises(KeyError, match=r"'nothing'.*\bscore\b"):
         _ = batch.batch["nothing"]
     assert_same(copy.deepcopy(batch), trimmed([3, 1]))
 
@@ -211,15 +211,15 @@ def test_union_refuses_columns_that_disagree_and_accepts_those_that_agree(roller
     batch = generate(rollers, [3, 1])
     batch.union(batch.select(["score"]))
     batch.union(DataProto.from_dict({"score": torch.tensor([3.0, 1.0])}))
-    with pytest.raises(ValueError, match="'score' differs"):
+    with pytest.raises(ValueError, match=r"^BatchRef\.union: 'score' "):
         batch.union(DataProto.from_dict({"another": torch.ones(2), "score": torch.tensor([3.0, 2.0])}, {"a": [1, 2]}))
     assert "another" not in batch.batch, "all or nothing"
     assert "a" not in batch.non_tensor_batch
-    with pytest.raises(ValueError, match="2 rows and 3 rows"):
+    with pytest.raises(ValueError, match=r"^BatchRef\.union: 2 .*\b3 rows"):
         batch.union(DataProto.from_dict({"new": torch.zeros(3)}))
     with pytest.raises(ValueError, match=r"meta_info\['pad'\]"):
         batch.union(DataProto(meta_info={"pad": 1}))
-    with pytest.raises(ValueError, match="'new' has 3 rows, the batch has 2"):
+    with pytest.raises(ValueError, match=r"'new' .*\b3 rows.*\b2\."):
         batch.batch["new"] = torch.zeros(3)
 
 

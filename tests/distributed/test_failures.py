@@ -122,9 +122,14 @@ def test_ranks_left_waiting_in_a_collective_do_not_hang_the_controller(start, ho
 
 
 def test_asking_for_more_than_there_is_is_one_error_at_once(ray_cluster):
-    with pytest.raises(ResourceError, match=r"needs 1 node\(s\) with \[8\] GPU.*has 1 node\(s\).*0 of 0 GPUs free"):
+    with pytest.raises(
+        ResourceError,
+        match=r"'pool' .*\b1 node\(s\) .*\[8\] GPU.*\b1 node\(s\).*\b0 of 0 GPUs.*trainer\.n_gpus_per_node",
+    ):
         RayResourcePool([8], use_gpu=True).get_placement_groups()
-    with pytest.raises(ResourceError, match=r"needs 2 node\(s\).*Join more nodes with `ray start --address"):
+    with pytest.raises(
+        ResourceError, match=r"'pool' .*\b2 node\(s\) .*\[1, 1\].*`ray start --address.*trainer\.nnodes"
+    ):
         RayResourcePool([1, 1], use_gpu=False).get_placement_groups()
 
 

@@ -213,10 +213,10 @@ def keep_looking(poll: ControllerMonitor) -> None:
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("stop", r"the controller \(TaskRunner, pid {pid}\) is stopped"),
+        ("stop", r"TaskRunner, pid {pid}\) .*SIGSTOP"),
         pytest.param(
             "hold",
-            r"the controller \(TaskRunner, pid {pid}\) does not answer: it is in the user's function hold_the_gil",
+            r"TaskRunner, pid {pid}\) .*\bhold_the_gil\b",
             marks=pytest.mark.slow,
         ),
     ],
@@ -234,7 +234,7 @@ def test_the_driver_judges_a_controller_that_does_not_answer(ray_cluster, how, s
             os.kill(pid, signal.SIGSTOP)
         else:
             controller.hold_the_gil.remote()
-        with pytest.raises(HangError, match="the run hangs for .*" + sentence.format(pid=pid)) as caught:
+        with pytest.raises(HangError, match=sentence.format(pid=pid)) as caught:
             keep_looking(poll)
         assert (caught.value.phase, caught.value.step) == ("rollout", 2)
         assert "the run waits for" in caplog.text

@@ -36,14 +36,14 @@ def test_dp1_tp2_and_an_unknown_mesh(start):
     group.setup(real_mesh=False)
     assert group.mark(batch(3)).batch["rank"].tolist() == [0, 0, 0]
     assert group.last_seen() == [[0, 1, 2]] * 2
-    with pytest.raises(WorkerCallError, match=r"no mesh 'nowhere' is registered \(known: \['actor'\]\)"):
+    with pytest.raises(WorkerCallError, match=r"'nowhere' .*\['actor'\].*register_mesh"):
         group.lost(batch(3))
 
 
 def test_a_mesh_in_which_nobody_answers_for_a_shard_is_refused():
     group = LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(MeshWorker, 1, 1))
     group.execute_all_sync("register_mesh_place", "actor", 0, False)
-    with pytest.raises(ValueError, match="exactly one rank that collects"):
+    with pytest.raises(ValueError, match=r"mesh 'actor': .*dp_rank.*\[\(0, False\)\]"):
         group.mark(batch(2))
 
 

@@ -76,9 +76,9 @@ def test_pools_count_their_ranks():
     assert pool.world_size == 5
     assert pool.local_rank_list() == [0, 1, 0, 1, 2]
     assert pool.local_world_size_list() == [2, 2, 3, 3, 3]
-    with pytest.raises(ValueError, match="node 1 has 0 processes"):
+    with pytest.raises(ValueError, match=r"node 1 .*\b0 processes"):
         ResourcePool([2, 0])
-    with pytest.raises(ValueError, match="differ in use_gpu"):
+    with pytest.raises(ValueError, match=r"^merge_resource_pool: .*use_gpu, max_colocate_count"):
         merge_resource_pool(RayResourcePool([1], use_gpu=False), RayResourcePool([1], use_gpu=True))
 
 

@@ -94,7 +94,7 @@ def test_filling_can_be_refused(ray_counters, monkeypatch):
 
 
 def test_an_empty_batch_is_refused(counters):
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match=r"^Counter\.square: .*batch"):
         counters.square(batch(2)[:0])
 
 
@@ -135,7 +135,7 @@ def test_execute_by_name(ray_counters):
 
 
 def test_a_mistyped_method_names_its_neighbour(counters):
-    with pytest.raises(AttributeError, match="Did you mean 'square'"):
+    with pytest.raises(AttributeError, match=r"LocalWorkerGroup of 'Counter' .*'sqare'.*'square'"):
         counters.sqare(batch(2))
 
 
@@ -181,9 +181,9 @@ def test_an_override_keeps_its_registration():
 
 
 def test_bad_registrations_are_refused():
-    with pytest.raises(ValueError, match="lane 'gpu'"):
+    with pytest.raises(ValueError, match=r"^register: lane 'gpu'.*'compute', 'control'"):
         register(lane="gpu")
-    with pytest.raises(ValueError, match="dispatch_fn and collect_fn"):
+    with pytest.raises(ValueError, match=r"^register: dispatch_mode .*dispatch_fn .*collect_fn"):
         register(dispatch_mode={"dispatch_fn": print})
 
     class Hides(Worker):
@@ -191,12 +191,12 @@ def test_bad_registrations_are_refused():
         def shutdown(self):
             pass
 
-    with pytest.raises(ValueError, match=r"'shutdown' hides WorkerGroup\.shutdown"):
+    with pytest.raises(ValueError, match=r"^Hides: .*'shutdown' .*WorkerGroup\.shutdown"):
         LocalWorkerGroup(ray_cls_with_init=ClassWithInitArgs(Hides))
 
 
 def test_the_local_group_has_one_rank():
-    with pytest.raises(ValueError, match="the pool has 2 ranks"):
+    with pytest.raises(ValueError, match=r"^LocalWorkerGroup: .*\b2 ranks.*RayWorkerGroup"):
         LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Counter))
 
 
@@ -228,7 +228,7 @@ def test_colocated_roles_share_a_process_and_keep_their_own_methods(cpu_pool):
         assert roles["second"].add(1) == [101, 101]
         assert [p[3] for p in roles["first"].whoami()] == [p[3] for p in roles["second"].whoami()]
         assert roles["first"].square(batch(3)).batch["x"].tolist() == [0, 1, 4]
-        with pytest.raises(ValueError, match=r"no role \['third'\].*first.*second"):
+        with pytest.raises(ValueError, match=r"^spawn: .*\['third'\].*\['first', 'second'\]"):
             group.spawn(["third"])
         with pytest.raises(RuntimeError, match=r"role 'second', rank 0.*method 'fail'"):
             roles["second"].fail()
@@ -241,14 +241,14 @@ def test_attaching_to_a_running_group_by_name(cpu_pool):
     with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 7), name_prefix="test-attach", detached=True) as group:
         by_prefix = RayWorkerGroup.from_detached(name_prefix="test-attach")
         by_names = RayWorkerGroup.from_detached(worker_names=group.worker_names)
-        with pytest.raises(ValueError, match="cannot restart"):  # and the ranks stay alive
+        with pytest.raises(ValueError, match=r"^Counter: .*RayWorkerGroup\.from_detached"):  # and the ranks stay alive
             by_prefix.restart()
         assert by_prefix.add(1) == [8, 8]
         assert by_names.add(1) == [9, 9]
         assert (by_names.master_address, by_names.master_port) == (group.master_address, group.master_port)
-        with pytest.raises(ValueError, match="1 names for a group of 2"):
+        with pytest.raises(ValueError, match=r"^RayWorkerGroup\.from_detached: 1 .*\b2 ranks"):
             RayWorkerGroup.from_detached(worker_names=group.worker_names[:1])
-    with pytest.raises(ValueError, match="no running worker named 'nobody:0'"):
+    with pytest.raises(ValueError, match=r"'nobody:0'.*detached=True"):
         RayWorkerGroup.from_detached(name_prefix="nobody")
 
 

@@ -105,7 +105,7 @@ def test_a_rank_of_the_engine_that_is_killed_ends_it_and_another_one_takes_its_p
         pid for pid in children(engine.pid) if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(workers[-1], signal.SIGKILL)
-    with pytest.raises(EngineDiedError, match=rf"process {workers[-1]} \(.*\) was killed by SIGKILL"):
+    with pytest.raises(EngineDiedError, match=rf"process {workers[-1]} \(.*\) .*SIGKILL"):
         future.result()
     assert engine.restart_if_dead()
     in_one_go(trainer, engine, 1)

@@ -146,7 +146,7 @@ def test_closing_fails_what_is_unfinished(start: Callable[..., Any], started: An
     engine = start()
     futures = engine.submit([request("a")])
     started.close()
-    with pytest.raises(RuntimeError, match="closed before this request was finished"):
+    with pytest.raises(RuntimeError, match="closed"):
         only(futures)
-    with pytest.raises(RuntimeError, match="engine is closed"):
+    with pytest.raises(RuntimeError, match="closed"):
         engine.submit([request("b")])

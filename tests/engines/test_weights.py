@@ -69,11 +69,11 @@ def test_one_changed_bit_in_one_expert_is_caught_and_the_next_good_update_mends_
             bucket[name].view(torch.int32)[2, 7, 5] ^= 1
 
     waiting = engine.submit([Request("w", PROMPT, SamplingParams(max_new_tokens=400))])
-    with pytest.raises(WeightMismatchError, match=rf"'{name}' differs .* 1 of {len(weights)} tensors"):
+    with pytest.raises(WeightMismatchError, match=rf"'{name}' .*fingerprint.*\b1 of {len(weights)} tensors"):
         hand_over(engine, weights, 1, flip_a_bit)
-    with pytest.raises(WeightMismatchError, match="differs"):
+    with pytest.raises(WeightMismatchError, match=f"'{name}' .*fingerprint"):
         waiting[0].result(timeout=10)
-    with pytest.raises(RuntimeError, match=r"no weights to generate with. The update to version 1 failed"):
+    with pytest.raises(RuntimeError, match=f"version 1 .*'{name}' "):
         engine.submit([Request("a", PROMPT, GREEDY)])
     hand_over(engine, weights, 2)
     assert_generates_with(engine, good, 2)
@@ -89,7 +89,7 @@ def test_tied_weights_may_come_under_either_name(start: Callable[..., Any], sent
 
 def test_a_trainer_that_does_not_tie_what_the_rollout_ties_is_noticed(start: Callable[..., Any]) -> None:
     engine = start("tied")
-    with pytest.raises(WeightMismatchError, match=r"'(model.embed_tokens|lm_head).weight' differs"):
+    with pytest.raises(WeightMismatchError, match=r"'(model.embed_tokens|lm_head).weight' .*fingerprint"):
         hand_over(engine, tiny_model(seed=4, **MODELS["plain"]).state_dict(), 1)
     hand_over(engine, tiny_model(**MODELS["tied"]).state_dict(), 2)
 
@@ -97,9 +97,9 @@ def test_a_trainer_that_does_not_tie_what_the_rollout_ties_is_noticed(start: Cal
 @pytest.mark.parametrize(
     ("change", "cause"),
     [
-        ({"model.norm.weight": torch.ones(65)}, r"'model.norm.weight' is \[65\] in the trainer and \[64\] here"),
-        ({"value_head.weight": torch.ones(1)}, "the rollout's model has no 'value_head.weight'"),
-        ({"model.norm.weight": None}, "'model.norm.weight' is not in the trainer's manifest"),
+        ({"model.norm.weight": torch.ones(65)}, r"'model\.norm\.weight' .*\[65\].*\[64\]"),
+        ({"value_head.weight": torch.ones(1)}, "'value_head.weight'"),
+        ({"model.norm.weight": None}, "'model.norm.weight' .*manifest"),
     ],
 )
 def test_another_model_is_refused_before_anything_is_overwritten(

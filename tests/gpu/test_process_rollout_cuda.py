@@ -86,10 +86,10 @@ def test_a_process_on_the_same_gpu_answers_the_same_and_refuses_a_flipped_bit(tm
 
         with monkeypatch.context() as patch:
             patch.setattr(SharedBuffer, "put", put_and_flip)
-            with pytest.raises(WeightMismatchError, match="differs from the trainer's"):
+            with pytest.raises(WeightMismatchError, match="fingerprint"):
                 InProcessTransfer(on_device(6, head_dim=32), hosted).sync(version=4)
         os.kill(hosted.pid, signal.SIGKILL)
-        with pytest.raises(EngineDiedError, match="killed by SIGKILL"):
+        with pytest.raises(EngineDiedError, match="SIGKILL"):
             hosted.wait_idle()
         hosted.restart_if_dead()
         InProcessTransfer(on_device(5, head_dim=32), hosted).sync(version=3)

@@ -110,7 +110,7 @@ def test_gradients_that_take_no_memory_between_steps_change_nothing():
     assert sizes[0] > 0
     assert sizes[1] == 0
     assert norms[True] == norms[False]
-    with pytest.raises(RuntimeError, match="no gradients"):
+    with pytest.raises(RuntimeError, match=r"^optimizer_step: .*forward_backward"):
         released.optimizer_step()
 
 
@@ -126,12 +126,12 @@ def test_what_the_engine_cannot_do_is_refused_by_name():
     with pytest.raises(ValueError, match=r"override_ddp_config.*no_such_key"):
         make_megatron(tiny_model(), override_ddp_config={"no_such_key": 1})
     for_engine = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
-    with pytest.raises(ValueError, match="Transformer Engine, which is not installed"):
+    with pytest.raises(ValueError, match=r"recompute_modules: layernorm .*Transformer Engine"):
         make_megatron(tiny_model(), override_transformer_config=for_engine)
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValueError, match=r"^optim: "):
         make_megatron(tiny_model(), train=False).forward_backward(make_batch(), token_loss, BOTH)
     several = AutoModelForSequenceClassification.from_config(tiny_config(num_labels=2))
-    with pytest.raises(ValueError, match=r"the model has 2 labels"):
+    with pytest.raises(ValueError, match=r"^reward_model\.path: .*\b2 labels.*num_labels=1"):
         make_megatron(several, "sequence_classification", train=False)
-    with pytest.raises(ValueError, match=r"values.*of a causal_lm model"):
+    with pytest.raises(ValueError, match=r"^outputs: \['values'\] .*causal_lm"):
         make_megatron(tiny_model(), train=False).infer(make_batch(), ["values"])

@@ -115,6 +115,6 @@ def test_a_compressed_list_of_lines_is_refused(tmp_path: Path) -> None:
     Corpus(corpus, tmp_path)
     (lines,) = (tmp_path / "corpora").glob("*.npz")
     np.savez_compressed(lines, starts=np.zeros(2**23, np.int64), digest=np.str_("x"))
-    with peak_process_memory() as peak, pytest.raises(ValueError, match="it is compressed"):
+    with peak_process_memory() as peak, pytest.raises(ValueError, match=r"\.npz: .*compressed"):
         Corpus(corpus, tmp_path)
     assert peak.bytes < LIMIT
