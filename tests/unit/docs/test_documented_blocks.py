@@ -189,7 +189,7 @@ def test_modes_overrides_files_and_outputs_are_read_from_a_page():
     assert (file.mode, file.file, file.text, file.output) == (EXECUTED, "my/file.py", "# my/file.py\nprint(1)\n", None)
     assert [block.mode for block in parse(PAGE, "examples/README.md")] == [SLOW, NOT_EXECUTED, COMPOSED]
     wrong = {
-        "<!-- executed: sometimes -->\n```bash\nls\n```\n": "unknown directive",
+        "<!-- executed: sometimes -->\n```bash\nls\n```\n": "'<!-- executed: sometimes -->",
         "```bash\nls\n```\n<!-- output: nearly -->\n```text\na\n```\n": "'<!-- output: nearly -->",
         "<!-- composed: why -->\n```bash\nls\n```\n```text\na\n```\n": "^README.md: .*output",
     }

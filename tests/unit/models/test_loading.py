@@ -45,7 +45,7 @@ def test_a_causal_checkpoint_becomes_a_value_model_with_the_same_body(tmp_path):
 
 def test_a_checkpoint_without_the_weights_of_its_kind_is_refused(tmp_path):
     save_tiny_model(tmp_path)
-    with pytest.raises(ValueError, match=r"score\.weight"):
+    with pytest.raises(ValueError, match=r"Qwen2ForSequenceClassification: score\.weight"):
         pretrained_model(str(tmp_path), read_config(str(tmp_path)), "sequence_classification")
 
 

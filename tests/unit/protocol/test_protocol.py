@@ -123,9 +123,9 @@ def test_unknown_keys_are_named_with_those_that_exist_and_nothing_changes():
 
 def test_rename_refuses_what_would_lose_a_column():
     data = a_batch()
-    with refuses("rename: …'uid'"):
+    with refuses("rename: two…'uid'"):
         data.rename("ids", "uid")
-    with refuses("rename: …'x'"):
+    with refuses("rename: two…'x'"):
         data.rename(["ids", "uid"], ["x", "x"])
     with refuses("2 old…['ids', 'score']…1 new…['x']"):
         data.rename(["ids", "score"], ["x"])
@@ -169,7 +169,7 @@ def test_union_functions_leave_their_inputs_alone():
     union_tensor_dict(first, None)["c"] = torch.zeros(2)
     union_tensor_dict(None, second)["c"] = torch.zeros(2)
     assert (list(first.keys()), list(second.keys())) == (["a"], ["b"])
-    with refuses("(2,)…(3,)"):
+    with refuses("union: …(2,)…(3,)"):
         union_tensor_dict(first, TensorDict({"b": torch.ones(3)}, [3]))
     one, two = {"a": np.arange(2)}, {"b": np.arange(2)}
     assert sorted(union_numpy_dict(one, two)) == ["a", "b"]

@@ -45,7 +45,7 @@ def test_generation_takes_sampling_parameters_of_the_call(trainer, answered):
     assert short.tolist() == [3] * len(prompts)
     again = [generate(prompts, do_sample=False).batch["responses"] for _ in range(2)]
     assert torch.equal(*again)
-    with pytest.raises(RuntimeError, match="no sampling parameter 'heat'"):
+    with pytest.raises(RuntimeError, match="generate_sequences: .*'heat'.*'temperature'"):
         generate(prompts, heat=1.0)
 
 
@@ -212,7 +212,7 @@ def test_answers_to_other_prompts_do_not_join(ppo):
     gen = ppo.actor_rollout_wg.generate_sequences(prompts_of(ppo))
     other = prompts_of(ppo)
     other.reorder([1, 0, *range(2, 8)])
-    with pytest.raises(ValueError, match="does not begin with the prompts of the other"):
+    with pytest.raises(ValueError, match="^union: 'input_ids' "):
         other.select(non_tensor_batch_keys=[]).union(gen)
 
 

@@ -128,7 +128,7 @@ def test_rows_go_to_the_teacher_of_their_source_else_to_the_one_for_all_others()
     batch = DataProto.from_dict({"x": torch.zeros(4)}, {"data_source": object_array(["a", "b", "c", "a"])})
     found = rows_of_teachers(batch, "data_source", {"a": "first", None: "rest"})
     assert {name: rows.tolist() for name, rows in found.items()} == {"first": [0, 3], "rest": [1, 2]}
-    with pytest.raises(ValueError, match=r"data_source"):
+    with pytest.raises(ValueError, match=r"^distillation\.teacher_models: .*data_source = 'b'"):
         rows_of_teachers(batch, "data_source", {"a": "first"})
 
 

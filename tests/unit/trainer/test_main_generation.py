@@ -184,7 +184,7 @@ def test_answers_are_whole_or_not_there_and_one_run_writes_at_a_time(tmp_path):
         (store.folder / ".000000.parquet.partial").write_bytes(b"half of it")
         assert store.missing() == [0]
         with (
-            pytest.raises(ValueError, match=r"^data\.output_path: .*out\.parquet\."),
+            pytest.raises(ValueError, match=r"^data\.output_path: .*out\.parquet\. "),
             ResponseStore(output, {"seed": 1}, 2),
         ):
             pass

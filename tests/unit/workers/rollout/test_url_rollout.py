@@ -119,9 +119,9 @@ def test_a_server_that_stays_away_fails_everybody_with_its_url(server, join, mon
     wait_until_generating(server, 4)
     server.stop()
     for future in futures:
-        with pytest.raises(EngineDiedError, match=server.url):
+        with pytest.raises(EngineDiedError, match=rf"{server.url} .*\b0 s: "):
             future.result()
-    with pytest.raises(RuntimeError, match=server.url):
+    with pytest.raises(RuntimeError, match=rf"{server.url} .*: \[Errno 111\]"):
         rollout.update_weights(tiny_model().state_dict().items())
 
 

@@ -144,7 +144,7 @@ def test_a_step_that_fails_is_the_end_of_the_engine(monkeypatch: pytest.MonkeyPa
     core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=[1]), get_output=lambda: [].pop())
     engine = Sleeper()
     vars(engine).update(vllm_config=SimpleNamespace(model_config=model), engine_core=core)
-    with pytest.raises(EngineBrokenError, match="vLLM failed in a step: IndexError: pop from empty list"):
+    with pytest.raises(EngineBrokenError, match="IndexError: pop from empty list"):
         VllmStepEngine(engine, CPU).drain()
 
 
