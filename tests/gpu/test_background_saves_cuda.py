@@ -69,8 +69,8 @@ def test_what_is_written_behind_equals_what_is_written_at_once(tmp_path):
 
 
 def test_many_buffers_of_several_tensors_arrive_whole(monkeypatch):
-    monkeypatch.setattr(host_snapshot, "_BUFFER", 2**16)
-    monkeypatch.setattr(host_snapshot, "_COPY", 2**12)
+    monkeypatch.setattr(host_snapshot, "BUFFER_BYTES", 2**16)
+    monkeypatch.setattr(host_snapshot, "COPY_BYTES", 2**12)
     device = torch.device("cuda", torch.cuda.current_device())
     taken = HostSnapshot(device)
     for _ in range(2):

@@ -70,7 +70,7 @@ def test_decode_attention_is_attention(heads, kv, dim, window, softcap, dtype, p
     """Also when several programs share a sequence, some of them without any of its tokens."""
     from verl.inference.kernels import paged_attention
 
-    monkeypatch.setattr(paged_attention, "_WANTED_PROGRAMS", programs)
+    monkeypatch.setattr(paged_attention, "WANTED_PROGRAMS", programs)
     torch.manual_seed(0)
     cache = Cache(kv, dim, dtype)
     query = torch.randn(len(LENGTHS), heads, dim, device=CUDA, dtype=dtype)

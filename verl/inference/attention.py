@@ -69,9 +69,9 @@ class AttentionStep:
 
 
 # A call costs about as much as this many padding tokens: a batch with more padding is split.
-_TOKENS_PER_CALL = 400
+TOKENS_PER_CALL = 400
 # Elements of one block of materialised scores (soft-capping): 64 MB in float32.
-_SCORE_ELEMENTS = 2**24
+SCORE_ELEMENTS = 2**24
 
 
 class TorchAttention:
@@ -231,7 +231,7 @@ def _group_by_length(lengths: Sequence[int], members: Iterable[int]) -> Iterator
     padding = 0
     for i in sorted(members, key=lambda i: -lengths[i]):
         padding += lengths[group[0]] - lengths[i] if group else 0
-        if padding > _TOKENS_PER_CALL:
+        if padding > TOKENS_PER_CALL:
             yield group
             group, padding = [], 0
         group.append(i)
@@ -301,7 +301,7 @@ def _attend(
         )
     n, heads, count, dim = query.shape
     grouped = query.reshape(n, key.shape[1], -1, count, dim)
-    rows = max(1, _SCORE_ELEMENTS // (n * heads * key.shape[2]))
+    rows = max(1, SCORE_ELEMENTS // (n * heads * key.shape[2]))
     if causal:
         hidden = torch.ones(count, key.shape[2], dtype=torch.bool, device=query.device).triu_(1)
         bias = _mask_bias(hidden, query.dtype)[None, None]

@@ -214,7 +214,7 @@ LogitsProcessor = Callable[[torch.Tensor, slice], torch.Tensor]
 """Returns processed logits [rows of the block, vocab] float32; the slice selects the block's rows of the batch."""
 
 # Elements of one float32 work block (128 MB): bounds the extra memory of sampling for any batch × vocabulary.
-_BLOCK_ELEMENTS = 2**25
+BLOCK_ELEMENTS = 2**25
 
 
 @dataclass(slots=True)
@@ -279,7 +279,7 @@ def sample_tokens(
     `processor` changes the logits for sampling; of the returned log-probs, only `drawn` includes its changes.
     """
     rows, vocab = logits.shape
-    size = max(1, _BLOCK_ELEMENTS // vocab)
+    size = max(1, BLOCK_ELEMENTS // vocab)
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     log_probs = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     for start in range(0, rows, size):

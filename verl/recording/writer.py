@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 # Waiting jobs; each keeps its batch in memory.
 _MAX_WAITING = 2
-_MAX_LINES = 20_000
+MAX_LINES = 20_000
 _ROW_GROUP = 128
 # Streams of which steps may be deleted, in this order.
 _DELETABLE = ("trajectories", "rows", "pairs", "validation")
@@ -104,7 +104,7 @@ class RecordWriter:
         by too many records, the record is dropped, with an event."""
         with self._lock:
             self._step = max(self._step, record.get("step") or 0)
-            if len(self._lines) >= _MAX_LINES:
+            if len(self._lines) >= MAX_LINES:
                 self._dropped[stream] += 1
                 return
             self._lines.append((stream, {**record, "attempt": self.attempt}))

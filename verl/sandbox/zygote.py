@@ -36,7 +36,7 @@ from verl.sandbox.usage import socket_bytes
 from verl.utils import process_tree
 
 # Time between two checks for the end of the caller and for stopped supervisors.
-_CHECK_INTERVAL_S = 2.0
+CHECK_INTERVAL_S = 2.0
 _CLEAN_UP_TIMEOUT_S = 2.0
 _FOLDER_PREFIX = "verl-sandbox-"
 # User ids that are unused on usual systems and exist in containers with 65,536 users.
@@ -262,7 +262,7 @@ class _Zygote:
 
     def serve(self) -> None:
         """Fork runs until the caller closes the control socket or ends; then end all runs."""
-        next_check = time.monotonic() + _CHECK_INTERVAL_S
+        next_check = time.monotonic() + CHECK_INTERVAL_S
         try:
             while os.getppid() == self._parent:
                 timeout = max(0.0, next_check - time.monotonic())
@@ -277,7 +277,7 @@ class _Zygote:
                     self._reap()
                 if time.monotonic() >= next_check:
                     self._kill_stopped()
-                    next_check = time.monotonic() + _CHECK_INTERVAL_S
+                    next_check = time.monotonic() + CHECK_INTERVAL_S
         finally:
             self._kill_all()
 

@@ -21,7 +21,7 @@ from verl.search.corpus import Corpus, log_progress, text_batches
 __all__ = ["BM25Index", "build_bm25"]
 
 K1, B = 1.5, 0.75
-_BATCH_DOCUMENTS = 1 << 12
+BATCH_DOCUMENTS = 1 << 12
 # A temporary file with the token ids of all documents; the arrays of the sparse matrix (compressed sparse columns).
 _TOKENS, _DATA, _INDICES, _INDPTR = "tokens.bin", "data.csc.index.npy", "indices.csc.index.npy", "indptr.csc.index.npy"
 # Stored with an index: an index with other settings is built again.
@@ -100,7 +100,7 @@ def _write_tokens(corpus: Corpus, file: Path, vocabulary: dict[str, int]) -> tup
     lengths, document_counts = np.zeros(len(corpus), np.int32), np.zeros(0, np.int64)
     first = 0
     with file.open("wb") as out:
-        for texts in log_progress(text_batches(corpus, _BATCH_DOCUMENTS), len(corpus), "bm25: reading", size=len):
+        for texts in log_progress(text_batches(corpus, BATCH_DOCUMENTS), len(corpus), "bm25: reading", size=len):
             ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in words] for words in split_words(texts)]
             counts = np.fromiter(map(len, ids), np.int32, len(ids))
             flat = np.fromiter((token for document in ids for token in document), np.int32, int(counts.sum()))
@@ -128,9 +128,9 @@ def _write_scores(folder: Path, lengths: np.ndarray, document_counts: np.ndarray
     next_entry = indptr[:-1].copy()
     with (folder / _TOKENS).open("rb") as source:
         for first in log_progress(
-            range(0, documents, _BATCH_DOCUMENTS), documents, "bm25: scoring", size=lambda _: _BATCH_DOCUMENTS
+            range(0, documents, BATCH_DOCUMENTS), documents, "bm25: scoring", size=lambda _: BATCH_DOCUMENTS
         ):
-            counts = lengths[first : first + _BATCH_DOCUMENTS]
+            counts = lengths[first : first + BATCH_DOCUMENTS]
             flat = np.frombuffer(source.read(int(counts.sum()) * 4), np.int32)
             tokens, rows, frequencies = _count_tokens(flat, counts)
             norm = K1 * (1 - B + B * counts[rows] / mean_length)

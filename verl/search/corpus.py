@@ -26,7 +26,7 @@ __all__ = ["Corpus", "Document", "log_progress", "text_batches", "title_and_text
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_SCAN_BYTES = 1 << 24
+SCAN_BYTES = 1 << 24
 _LOG_INTERVAL_S = 10.0
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 
@@ -114,7 +114,7 @@ def _write_offsets(path: Path, target: Path) -> None:
     """Write the offsets of all non-empty lines of a file, and a hash of its content, in one pass."""
     digest, offsets, position, at_line_start = hashlib.sha256(), [], 0, True
     with path.open("rb") as file:
-        while chunk := file.read(_SCAN_BYTES):
+        while chunk := file.read(SCAN_BYTES):
             digest.update(chunk)
             characters = np.frombuffer(chunk, np.uint8)
             breaks = np.flatnonzero(characters == ord("\n"))

@@ -22,7 +22,7 @@ from verl.search.corpus import Corpus, log_progress, text_batches
 
 __all__ = ["FAMILIES", "DenseIndex", "TextEncoder", "build_dense"]
 
-_BATCH_DOCUMENTS = 1 << 13
+BATCH_DOCUMENTS = 1 << 13
 _ENCODER_BATCH = 128
 _VECTORS, _INDEX, _METADATA = "vectors.npy", "index.faiss", "index.json"
 # Training vectors per inverted list; faiss warns below 39.
@@ -103,7 +103,7 @@ def build_dense(corpus: Corpus, folder: Path, encoder: TextEncoder) -> None:
     width = encoder.passages(["width"]).shape[1]
     vectors = np.lib.format.open_memmap(folder / _VECTORS, "w+", np.float16, (len(corpus), width))
     first = 0
-    for texts in log_progress(text_batches(corpus, _BATCH_DOCUMENTS), len(corpus), "dense: encoding", size=len):
+    for texts in log_progress(text_batches(corpus, BATCH_DOCUMENTS), len(corpus), "dense: encoding", size=len):
         vectors[first : first + len(texts)] = encoder.passages(texts)
         first += len(texts)
     lists = max(1, min(4 * math.isqrt(len(corpus)), len(corpus) // _PER_LIST))
@@ -111,9 +111,9 @@ def build_dense(corpus: Corpus, folder: Path, encoder: TextEncoder) -> None:
     sample = np.random.default_rng(0).permutation(len(corpus))[: max(lists * _PER_LIST, 1000)]
     index.train(vectors[np.sort(sample)].astype(np.float32))
     for first in log_progress(
-        range(0, len(corpus), _BATCH_DOCUMENTS), len(corpus), "dense: indexing", size=lambda _: _BATCH_DOCUMENTS
+        range(0, len(corpus), BATCH_DOCUMENTS), len(corpus), "dense: indexing", size=lambda _: BATCH_DOCUMENTS
     ):
-        index.add(np.asarray(vectors[first : first + _BATCH_DOCUMENTS], np.float32))
+        index.add(np.asarray(vectors[first : first + BATCH_DOCUMENTS], np.float32))
     index.nprobe = min(lists, max(_PROBED, lists // _PROBED))
     faiss.write_index(index, str(folder / _INDEX))
     (folder / _VECTORS).unlink()

@@ -42,7 +42,7 @@ __all__ = ["SearchServer", "main"]
 
 DEFAULT_PORT = 8000
 _MAX_BATCH = 256
-_MAX_WAITING = 8192
+MAX_WAITING = 8192
 _Waiting = tuple[list[str], int, "asyncio.Future[list[list[Hit]]]"]
 
 logger = logging.getLogger("verl.search.server")  # not "__main__", which is outside the one logging setup
@@ -78,7 +78,7 @@ class SearchServer:
         return StreamingResponse(_response_chunks(results, query.return_scores), media_type="application/json")
 
     async def _search(self, queries: list[str], topk: int) -> list[list[Hit]]:
-        if sum(len(waiting) for waiting, _, _ in self._waiting) > _MAX_WAITING:
+        if sum(len(waiting) for waiting, _, _ in self._waiting) > MAX_WAITING:
             raise HttpError(503, "too many queries are waiting. Try again later.")
         answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
         self._waiting.append((queries, topk, answer))

@@ -283,10 +283,10 @@ def _width(character: str) -> int:
 _current: tuple[str, float] | None = None
 _enabled = False
 # Shorter phases are not logged.
-_SHORTEST_S = 0.1
+SHORTEST_S = 0.1
 _REDRAW_S = 0.5
 # Together: no silence of more than ten seconds.
-_POLL_S, _LOG_INTERVAL_S = 2.0, 8.0
+POLL_S, LOG_INTERVAL_S = 2.0, 8.0
 
 
 def log_startup_phases(enabled: bool) -> None:
@@ -304,7 +304,7 @@ def startup_phase(name: str) -> Iterator[None]:
     try:
         yield
         seconds = time.monotonic() - start
-        if _enabled and seconds >= _SHORTEST_S:
+        if _enabled and seconds >= SHORTEST_S:
             logger.info("start-up: %s %s", name, format_duration(seconds))
     finally:
         _current = outer
@@ -331,7 +331,7 @@ class StartupLog:
         """`name`: empty outside of phases."""
         if name != self._name or seconds < self._logged_at:
             self._name, self._logged_at = name, 0.0
-        if name and seconds - self._logged_at >= _LOG_INTERVAL_S:
+        if name and seconds - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = seconds
             logger.info("%s", startup_text(name, seconds, activity))
 
@@ -347,7 +347,7 @@ def show_startup(enabled: bool = True) -> Iterator[None]:
     with status_line() if is_terminal() else nullcontext() as line:
 
         def keep_showing() -> None:
-            while not done.wait(_POLL_S if line is None else _REDRAW_S):
+            while not done.wait(POLL_S if line is None else _REDRAW_S):
                 name, seconds = current_startup_phase()
                 if line is None:
                     log(name, seconds)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from verl.utils.progress import pulse
 
 # Bytes per system call, and bytes that may wait for the disk before the writer waits for them.
-_PORTION, _MAX_PENDING = 16 * 2**20, 256 * 2**20
+PORTION_BYTES, MAX_PENDING_BYTES = 16 * 2**20, 256 * 2**20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # The system's messages: an error from another process may be text only.
 _FULL_TEXTS = tuple(os.strerror(number) for number in _FULL)
@@ -71,13 +71,13 @@ class UncachedFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         """Write at most one portion of `data`: buffered writers call again with the rest."""
-        written = super().write(memoryview(data).cast("B")[:_PORTION])
+        written = super().write(memoryview(data).cast("B")[:PORTION_BYTES])
         self._end += written
         pulse()
-        if written == _PORTION and hasattr(os, "posix_fadvise"):
+        if written == PORTION_BYTES and hasattr(os, "posix_fadvise"):
             # For dirty pages, this starts the write-back and returns.
-            os.posix_fadvise(self.fileno(), self._end - _PORTION, _PORTION, os.POSIX_FADV_DONTNEED)
-            if self._end - self._flushed >= _MAX_PENDING:
+            os.posix_fadvise(self.fileno(), self._end - PORTION_BYTES, PORTION_BYTES, os.POSIX_FADV_DONTNEED)
+            if self._end - self._flushed >= MAX_PENDING_BYTES:
                 os.fdatasync(self.fileno())
                 os.posix_fadvise(self.fileno(), self._flushed, self._end - self._flushed, os.POSIX_FADV_DONTNEED)
                 self._flushed = self._end

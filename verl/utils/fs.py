@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _DATA_SUFFIXES = (".parquet", ".json", ".jsonl", ".csv", ".arrow", ".txt", ".py", ".yaml", ".yml")
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _STEP_FOLDER = re.compile(r"global_step_\d+")
 # Folders of a step with the model in Hugging Face format: of supervised and of reinforcement learning.
 _EXPORTS = ("huggingface", "actor/huggingface")
@@ -307,14 +307,14 @@ def _copy_to_shared_memory(source: Path) -> str:
     needed = sum(stat.st_size for _, stat in stats)
     version = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     digest = hashlib.sha256(f"{source}\0{version}".encode()).hexdigest()[:20]
-    target = _SHARED_MEMORY / f"verl-{os.getuid()}" / digest / source.name
+    target = SHARED_MEMORY / f"verl-{os.getuid()}" / digest / source.name
     if target.exists():
         return str(target)
-    free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
+    free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
     if needed > free:
         logger.warning(
             "use_shm: %s needs %.1f GB, %s has %.1f GB free; using it from disk",
-            source, needed / 1e9, _SHARED_MEMORY, free / 1e9,
+            source, needed / 1e9, SHARED_MEMORY, free / 1e9,
         )  # fmt: skip
         return str(source)
     copy: Callable[[Path, Path], object] = shutil.copyfile if source.is_file() else shutil.copytree

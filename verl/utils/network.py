@@ -16,7 +16,7 @@ HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0
 _SETTINGS_FRAME = 4
 _REPLY_TIMEOUT_S = 8.0
 _TRIES = 5
-_FIRST_PAUSE_S = 0.5
+FIRST_PAUSE_S = 0.5
 _RETRIED_STATUS = (429, 502, 503, 504)
 
 
@@ -138,7 +138,7 @@ async def request_json(http: Any, key: str, url: str, body: Any = None, remedy: 
     failure = ""
     for attempt in range(_TRIES):
         if attempt:
-            await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+            await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
         try:
             reply = await http.request("GET" if body is None else "POST", url, json=body, headers=api_headers())
         except httpx.TransportError as error:

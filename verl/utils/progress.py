@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 # ---------------------------------------------------------------- progress of a call
 
-_PULSE_S = 1.0
+PULSE_S = 1.0
 _pulses = 0
 
 
@@ -46,7 +46,7 @@ def pulsing(seconds: float) -> Iterator[None]:
     finished, deadline = threading.Event(), time.monotonic() + seconds
 
     def run() -> None:
-        while not finished.wait(_PULSE_S) and time.monotonic() < deadline:
+        while not finished.wait(PULSE_S) and time.monotonic() < deadline:
             pulse()
 
     threading.Thread(target=run, name="pulsing", daemon=True).start()
@@ -133,9 +133,9 @@ def count_futures(futures: Iterable[Future[T]], total: int) -> list[Future[T]]:
 GENERATING = "generating"
 """Name of the spans in which an engine has requests."""
 # Spans of a process that nothing collects are overwritten.
-_MAX_SPANS = 2000
+MAX_SPANS = 2000
 # A longer busy span is reported in parts, so that a live view shows it.
-_MAX_BUSY_S = 20.0
+MAX_BUSY_S = 20.0
 
 
 class Span(NamedTuple):
@@ -146,7 +146,7 @@ class Span(NamedTuple):
     end: float
 
 
-_spans: deque[Span] = deque(maxlen=_MAX_SPANS)
+_spans: deque[Span] = deque(maxlen=MAX_SPANS)
 
 
 @contextmanager
@@ -174,7 +174,7 @@ class BusySpans:
     def set(self, count: int) -> None:
         """Set the current count."""
         now, busy = time.time(), count > 0
-        if self._busy and (not busy or now - self._since > _MAX_BUSY_S):
+        if self._busy and (not busy or now - self._since > MAX_BUSY_S):
             _spans.append(Span(self._name, self._since, now))
             self._since = now
         elif busy and not self._busy:

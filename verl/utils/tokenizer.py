@@ -103,7 +103,7 @@ MEMORY_LIMIT = 2 * 2**30
 _PROCESSES = 4
 # Maximum number of processes that run heavy tasks, and of heavy tasks that wait for one of them.
 _MAX_HEAVY = 2
-_MAX_WAITING = 64
+MAX_WAITING = 64
 # A process that has grown by more bytes after a task is replaced.
 _MAX_GROWTH = 8 * 2**20
 
@@ -163,7 +163,7 @@ class TextWorkers:
             await asyncio.to_thread(self.start)
         if not heavy:
             return await self._result(self._submit(function, arguments))
-        if self._num_waiting >= _MAX_WAITING:
+        if self._num_waiting >= MAX_WAITING:
             raise TextWorkersBusy(f"{self._num_waiting} long texts, templates or grammars are waiting already")
         self._num_waiting += 1
         try:

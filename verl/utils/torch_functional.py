@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 # Elements of one float32 work block (128 MB): the extra memory of a pass over logits of any size.
-_BLOCK_ELEMENTS = 2**25
+BLOCK_ELEMENTS = 2**25
 
 
 def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -247,9 +247,9 @@ class _Entropy(torch.autograd.Function):
 
 
 def _row_blocks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Views of at most `_BLOCK_ELEMENTS` of `logits` [..., vocab] as [rows, vocab], with their slice of all rows."""
+    """Views of at most `BLOCK_ELEMENTS` of `logits` [..., vocab] as [rows, vocab], with their slice of all rows."""
     vocab = logits.shape[-1]
-    size = max(1, _BLOCK_ELEMENTS // max(1, vocab))
+    size = max(1, BLOCK_ELEMENTS // max(1, vocab))
     start = 0
     for matrix in _as_matrices(logits):
         for block in matrix.split(size):

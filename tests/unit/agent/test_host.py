@@ -149,9 +149,9 @@ def test_rows_are_added_at_any_time_and_resumed_outputs_equal_uninterrupted_ones
 def test_reported_partial_outputs_join_to_the_beginning_of_the_output(
     two: AgentSetup, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
-    for module, name in ((engine_client, "_PARTIALS_S"), (loop_host, "_PARTIALS_S")):
+    for module, name in ((engine_client, "PARTIALS_S"), (loop_host, "PARTIALS_S")):
         monkeypatch.setattr(module, name, 0.0)
-    monkeypatch.setattr(engine_client, "_COLLECT_S", 0.005)
+    monkeypatch.setattr(engine_client, "COLLECT_S", 0.005)
     prompts = single_turns(task, 2)
     whole = whole_outputs(two, prompts)
     slow = SlowEngines(monkeypatch, steps=8)
@@ -244,8 +244,8 @@ def test_requests_of_a_lost_replica_resume_and_those_without_any_wait_for_open_h
     two: AgentSetup, task: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ):
     """The loss is reported once; outputs equal uninterrupted ones."""
-    monkeypatch.setattr(engine_client, "_PARTIALS_S", 0.0)
-    monkeypatch.setattr(engine_client, "_COLLECT_S", 0.005)
+    monkeypatch.setattr(engine_client, "PARTIALS_S", 0.0)
+    monkeypatch.setattr(engine_client, "COLLECT_S", 0.005)
     prompts = single_turns(task)
     whole = whole_outputs(two, prompts)
     slow = SlowEngines(monkeypatch, steps=16)

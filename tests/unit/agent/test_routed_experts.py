@@ -138,8 +138,8 @@ def test_answers_of_a_lost_replica_keep_the_experts_of_what_it_had_reported(
     two: AgentSetup, task: dict[str, str], models: list[Any], monkeypatch
 ):
     """The other one, which resumes them, has newer weights."""
-    monkeypatch.setattr("verl.workers.rollout.engine_client._PARTIALS_S", 0.0)
-    monkeypatch.setattr("verl.workers.rollout.engine_client._COLLECT_S", 0.005)
+    monkeypatch.setattr("verl.workers.rollout.engine_client.PARTIALS_S", 0.0)
+    monkeypatch.setattr("verl.workers.rollout.engine_client.COLLECT_S", 0.005)
     slow = SlowEngines(monkeypatch, steps=16)
     update(two, models, 1)
     asked = prompts(task, "single_turn_agent")

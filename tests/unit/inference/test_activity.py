@@ -27,7 +27,7 @@ def test_requests_and_tokens_per_second():
 
 
 def test_only_post_requests_are_counted_and_only_activity_is_logged(caplog, monkeypatch):
-    monkeypatch.setattr(api, "_ACTIVITY_INTERVAL_S", 0.001)
+    monkeypatch.setattr(api, "ACTIVITY_INTERVAL_S", 0.001)
     caplog.set_level(logging.INFO, logger="verl")
 
     async def app(scope, receive, send):

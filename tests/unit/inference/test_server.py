@@ -470,7 +470,7 @@ def test_a_server_of_another_vocabulary_or_none_at_all_is_no_teacher(address, mo
     other.add_tokens([f"<|other{number}|>" for number in range(6)])
     with pytest.raises(ValueError, match=r"teacher_models\.big\.url: http.*model\.path = student: token 266 .*other5"):
         TeacherServer("big", [address], 0).check(other, "student", 100)
-    monkeypatch.setattr("verl.utils.network._FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("verl.utils.network.FIRST_PAUSE_S", 0.0)
     with pytest.raises(ConnectionError, match=r"teacher_models\.big\.url"):
         TeacherServer("big", ["http://127.0.0.1:9"], 0).check(TOKENIZER, "student", 100)
 

@@ -169,7 +169,7 @@ def test_working_in_blocks_changes_nothing(monkeypatch):
     batch = SamplingBatch.from_params(params, CPU)
     logits = torch.randn(7, 9)
     whole = sample_tokens(logits, batch, torch.arange(7), banned(params, 0))
-    monkeypatch.setattr(sampler, "_BLOCK_ELEMENTS", 20)
+    monkeypatch.setattr(sampler, "BLOCK_ELEMENTS", 20)
     in_blocks = sample_tokens(logits, batch, torch.arange(7), banned(params, 0))
     assert all(torch.equal(one, other) for one, other in zip(whole, in_blocks, strict=True))
 

@@ -28,8 +28,8 @@ DIM = 8
 )
 def test_any_mix_of_chunks_and_decodes(prefills, decodes, heads, block_size, window, softcap, padding, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_TOKENS_PER_CALL", padding)
-        patch.setattr(attention, "_SCORE_ELEMENTS", 64)
+        patch.setattr(attention, "TOKENS_PER_CALL", padding)
+        patch.setattr(attention, "SCORE_ELEMENTS", 64)
         difference = compared(prefills, decodes, heads, block_size, window, softcap, seed)
     assert difference < 1e-5
 

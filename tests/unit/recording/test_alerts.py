@@ -79,7 +79,7 @@ def test_an_alert_is_posted_once_with_its_figure_and_remedy(tmp_path, webhook):
 
 
 def test_a_refused_alert_is_posted_again_and_the_address_is_not_logged(tmp_path, webhook, caplog, monkeypatch):
-    monkeypatch.setattr("verl.recording.health._MAX_CHECK_SHARE", 1.0)  # no pauses by the cost of a check
+    monkeypatch.setattr("verl.recording.health.MAX_CHECK_SHARE", 1.0)  # no pauses by the cost of a check
     hook = webhook(500, 503)
     poster = AlertPoster(truncated_run(tmp_path), hook.url, RUN, interval=0.01)
     for _ in range(3):

@@ -224,7 +224,7 @@ def test_folders_that_another_run_deletes_meanwhile_are_left_out(tmp_path):
 
 
 def test_dropped_records_are_counted_in_an_event(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.recording.writer._MAX_LINES", 10)
+    monkeypatch.setattr("verl.recording.writer.MAX_LINES", 10)
     writer = open_writer(tmp_path)
     blocked = threading.Event()
     finish(writer)

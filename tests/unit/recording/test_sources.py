@@ -95,7 +95,7 @@ class Group:
 
 
 def test_ranks_engines_and_devices_get_their_records(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.common.recorder._MIN_POLL_S", 0.0)
+    monkeypatch.setattr("verl.trainer.common.recorder.MIN_POLL_S", 0.0)
     writer, actor, critic = writer_of(tmp_path), Group(), Group(colocated=True)
     poll = RankPoll(lambda: {"actor_rollout": actor, "critic": critic, "mine": SimpleNamespace()}, writer, step=4)
     poll.step_ended(5)
@@ -116,8 +116,8 @@ def test_ranks_engines_and_devices_get_their_records(tmp_path, monkeypatch):
 
 
 def test_a_poll_that_fails_repeatedly_is_logged_once_and_ends(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr("verl.trainer.common.recorder._MIN_POLL_S", 0.0)
-    monkeypatch.setattr("verl.trainer.common.recorder._MIN_INTERVAL_S", 0.01)
+    monkeypatch.setattr("verl.trainer.common.recorder.MIN_POLL_S", 0.0)
+    monkeypatch.setattr("verl.trainer.common.recorder.MIN_INTERVAL_S", 0.01)
     failing = SimpleNamespace(rank_usage=None)  # has no query_ranks
     writer = writer_of(tmp_path)
     with caplog.at_level(logging.WARNING, logger="verl"):

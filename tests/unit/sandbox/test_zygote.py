@@ -9,7 +9,7 @@ from verl.sandbox import zygote
 
 
 def test_stopped_runs_are_killed_also_while_new_ones_arrive(monkeypatch):
-    monkeypatch.setattr(zygote, "_CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(zygote, "CHECK_INTERVAL_S", 0.0)
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     loop = object.__new__(zygote._Zygote)

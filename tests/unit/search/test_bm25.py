@@ -27,7 +27,7 @@ def corpus_file(path, documents, seed=0, longest=40):
 
 
 def test_scores_are_the_librarys_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(bm25, "_BATCH_DOCUMENTS", 7)  # batches that do not divide the corpus
+    monkeypatch.setattr(bm25, "BATCH_DOCUMENTS", 7)  # batches that do not divide the corpus
     corpus = Corpus(corpus_file(tmp_path / "c.jsonl", 100), tmp_path)
     bm25.build_bm25(corpus, tmp_path / "index")
     ours = bm25.BM25Index(tmp_path / "index")
@@ -109,7 +109,7 @@ def watched(texts):
     global peak
     peak = max(peak, anonymous() - before)
     return split(texts)
-bm25.split_words, bm25._BATCH_DOCUMENTS = watched, 512
+bm25.split_words, bm25.BATCH_DOCUMENTS = watched, 512
 bm25.build_bm25(corpus, Path(sys.argv[2]) / "index")
 print(max(peak, anonymous() - before) // 1024)
 """

@@ -19,7 +19,7 @@ def document(number, text="text"):
 
 
 def test_documents_are_found_by_number_also_across_portions_and_blank_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.search.corpus._SCAN_BYTES", 64)
+    monkeypatch.setattr("verl.search.corpus.SCAN_BYTES", 64)
     lines = [document(number, "ü" * number) for number in range(20)]
     path = tmp_path / "c.jsonl"
     path.write_text("\n" + "\n\n".join(lines))  # blank lines, and no line break at the end

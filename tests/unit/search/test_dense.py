@@ -50,7 +50,7 @@ def corpus(tmp_path_factory):
 
 def test_a_text_finds_itself_and_the_index_is_kept(encoder, corpus, tmp_path, monkeypatch, caplog):
     path, texts = corpus
-    monkeypatch.setattr(dense, "_BATCH_DOCUMENTS", 300)  # batches that do not divide the corpus
+    monkeypatch.setattr(dense, "BATCH_DOCUMENTS", 300)  # batches that do not divide the corpus
     built = []
     monkeypatch.setattr(dense, "build_dense", lambda *given, build=dense.build_dense: (built.append(1), build(*given)))
     first = open_retriever(str(path), "dense", 3, index_path=str(tmp_path), model=str(encoder), faiss_gpu=True)

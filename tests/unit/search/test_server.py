@@ -238,7 +238,7 @@ def test_queries_of_disconnected_clients_are_dropped_and_the_queue_is_bounded(mo
         assert await search._search(["last"], 1) == [[]]
         await first
         assert Slow.seen == [["first"], ["last"]]
-        monkeypatch.setattr(module, "_MAX_WAITING", 2)
+        monkeypatch.setattr(module, "MAX_WAITING", 2)
         waiting = []
         for _ in range(2):  # the first is searched, the second waits
             waiting.append(asyncio.ensure_future(search._search(["a"] * 3, 1)))

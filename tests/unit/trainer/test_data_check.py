@@ -143,7 +143,7 @@ def test_lengths_are_counted_with_the_models_tokenizer_and_held_against_the_limi
 
 def test_the_check_leaves_the_tokens_for_the_training_that_follows(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tokens, "_MIN_CACHED_ROWS", 0)
+    monkeypatch.setattr(tokens, "MIN_CACHED_ROWS", 0)
     check_files(write(tmp_path / "a.jsonl", [GOOD]), tokenizer=tiny_tokenizer())
     assert len(list((tmp_path / "cache" / "prompts").glob("*.arrow"))) == 1
 

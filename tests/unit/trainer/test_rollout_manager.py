@@ -34,10 +34,10 @@ LIMIT = 12
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partial outputs are reported with every reply."""
-    monkeypatch.setattr(rollout_jobs, "_COLLECT_S", 0.01)
-    monkeypatch.setattr(rollout_manager, "_POLL_S", 0.01)
-    monkeypatch.setattr(loop_host, "_COALESCE_S", 0.001)
-    monkeypatch.setattr(loop_host, "_PARTIALS_S", 0.0)
+    monkeypatch.setattr(rollout_jobs, "COLLECT_S", 0.01)
+    monkeypatch.setattr(rollout_manager, "POLL_S", 0.01)
+    monkeypatch.setattr(loop_host, "COALESCE_S", 0.001)
+    monkeypatch.setattr(loop_host, "PARTIALS_S", 0.0)
 
 
 class Setup:

@@ -211,7 +211,7 @@ def test_intervals_are_the_same_for_the_same_seed_and_in_any_number_of_chunks(mo
     whole = prompt_intervals(values, seed=5)
     np.testing.assert_array_equal(whole, prompt_intervals(values, seed=5))
     assert not np.array_equal(whole, prompt_intervals(values, seed=6))
-    monkeypatch.setattr("verl.trainer.ppo.metric_utils._CHUNK_ELEMENTS", 50 * 64)
+    monkeypatch.setattr("verl.trainer.ppo.metric_utils.CHUNK_ELEMENTS", 50 * 64)
     np.testing.assert_allclose(whole, prompt_intervals(values, seed=5))
 
 

@@ -31,8 +31,8 @@ def cached_blocks(path):
 def test_what_is_on_disk_is_no_longer_in_memory(tmp_path, monkeypatch):
     if is_in_memory(str(tmp_path)):
         pytest.skip("this file system is in memory")
-    monkeypatch.setattr(disk, "_PORTION", BLOCK)
-    monkeypatch.setattr(disk, "_MAX_PENDING", 4 * BLOCK)
+    monkeypatch.setattr(disk, "PORTION_BYTES", BLOCK)
+    monkeypatch.setattr(disk, "MAX_PENDING_BYTES", 4 * BLOCK)
     data = os.urandom(16 * BLOCK)
     (tmp_path / "plain").write_bytes(data)
     if cached_blocks(tmp_path / "plain") < 16:
@@ -46,7 +46,7 @@ def test_what_is_on_disk_is_no_longer_in_memory(tmp_path, monkeypatch):
 
 
 def test_parts_of_any_size_arrive_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_PORTION", 1000)
+    monkeypatch.setattr(disk, "PORTION_BYTES", 1000)
     parts = [os.urandom(size) for size in (3, 5000, 0, 999, 1000, 20_000, 1)]
     with ChecksumRecorder(tmp_path).open("file") as stream:
         for part in parts:

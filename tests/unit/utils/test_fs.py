@@ -132,7 +132,7 @@ def test_a_failed_or_killed_copy_is_never_seen_and_the_next_one_succeeds(tmp_pat
 def test_shared_memory_holds_a_copy_that_follows_the_source(tmp_path, monkeypatch):
     shared = tmp_path / "shm"
     shared.mkdir()
-    monkeypatch.setattr(fs, "_SHARED_MEMORY", shared)
+    monkeypatch.setattr(fs, "SHARED_MEMORY", shared)
     model = tmp_path / "model"
     model.mkdir()
     (model / "w").write_text("1")
@@ -146,7 +146,7 @@ def test_shared_memory_holds_a_copy_that_follows_the_source(tmp_path, monkeypatc
 
 
 def test_without_room_in_shared_memory_the_disk_is_used(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fs, "_SHARED_MEMORY", tmp_path / "absent")
+    monkeypatch.setattr(fs, "SHARED_MEMORY", tmp_path / "absent")
     (tmp_path / "f").write_text("x")
     with caplog.at_level("WARNING", logger="verl"):
         assert copy_to_local(tmp_path / "f", use_shm=True) == str(tmp_path / "f")

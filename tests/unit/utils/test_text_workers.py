@@ -52,7 +52,7 @@ def test_the_length_of_nested_values_counts_keys_strings_and_values():
 
 @pytest.mark.processes
 def test_work_is_stopped_at_its_limits_and_heavy_work_delays_no_light_work(monkeypatch):
-    monkeypatch.setattr(tokenizer, "_MAX_WAITING", 3)
+    monkeypatch.setattr(tokenizer, "MAX_WAITING", 3)
 
     async def scenario():
         workers = TextWorkers(tokenizer_loader(tiny_tokenizer()), seconds=2.0, memory=2**30)

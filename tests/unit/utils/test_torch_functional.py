@@ -31,7 +31,7 @@ def plain_entropy(logits):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks of three rows at a vocabulary of 17, so that tests cross block borders."""
-    monkeypatch.setattr(F, "_BLOCK_ELEMENTS", 51)
+    monkeypatch.setattr(F, "BLOCK_ELEMENTS", 51)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -101,7 +101,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("function", ["logprobs", "entropy"])
 def test_no_tensor_of_the_size_of_the_logits_is_made_but_the_gradient(function, monkeypatch):
-    monkeypatch.setattr(F, "_BLOCK_ELEMENTS", 8 * 1000)
+    monkeypatch.setattr(F, "BLOCK_ELEMENTS", 8 * 1000)
     logits, labels = logits_and_labels(4, 64, 1000, dtype=torch.bfloat16)
     logits.requires_grad_()
     cut, own = logits[:, 1:], logits.untyped_storage().data_ptr()

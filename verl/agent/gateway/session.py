@@ -43,7 +43,7 @@ _CACHED_ENDS = 256
 # Templates may take time quadratic in the number of messages.
 _SHORT_MESSAGES = 256
 # Bodies up to this size are parsed in this process, in about a millisecond.
-_SHORT_BODY = 64 * 1024
+SHORT_BODY_BYTES = 64 * 1024
 _SHORT_OPTION = 64
 _SECONDS = 10.0
 MAX_SESSION_BYTES = 2**30
@@ -83,7 +83,7 @@ class Model:
         """Parse a body sent to `api` (/v1/chat/completions or /v1/messages); ApiError if it is invalid."""
         check_body(body, self.model_info)
         arguments = (self.model_info, isinstance(self.parser, HermesParser), self._grammars)
-        if len(body) <= _SHORT_BODY:
+        if len(body) <= SHORT_BODY_BYTES:
             try:
                 return read_request(self.tokenizer, api, body, *arguments, heavy=False)
             except HeavyRequest:

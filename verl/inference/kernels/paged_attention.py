@@ -16,7 +16,7 @@ __all__ = ["TritonAttention", "decode_attention", "varlen_attention"]
 
 _LOG2_E = 1.4426950408889634
 # Programs that occupy a large GPU a few times; with fewer sequences, keys are split to reach this number.
-_WANTED_PROGRAMS = 512
+WANTED_PROGRAMS = 512
 _MAX_SPLITS = 16
 # Rows of one varlen tile: a few query tokens times the heads that share their keys.
 _TILE_ROWS = 64
@@ -41,7 +41,7 @@ def decode_attention(
     kv_heads = keys.shape[2]
     group = heads // kv_heads
     longest = tables.shape[1] * keys.shape[1]
-    splits = max(1, min(_MAX_SPLITS, _WANTED_PROGRAMS // (rows * kv_heads), triton.cdiv(longest, 128)))
+    splits = max(1, min(_MAX_SPLITS, WANTED_PROGRAMS // (rows * kv_heads), triton.cdiv(longest, 128)))
     # A power of two: for every other number a further kernel would be compiled during a run.
     splits = 1 << (splits.bit_length() - 1)
     out = query.new_empty(rows, heads, dim)

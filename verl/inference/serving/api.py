@@ -22,7 +22,7 @@ __all__ = ["ActivityLog", "ApiError", "activity_line", "create_model_app", "exam
 
 logger = logging.getLogger(__name__)
 
-_ACTIVITY_INTERVAL_S = 10.0
+ACTIVITY_INTERVAL_S = 10.0
 _TYPES = {401: "authentication_error", 404: "not_found_error"}
 
 
@@ -140,9 +140,9 @@ class ActivityLog:
 
     def _run(self) -> None:
         before = self._requests, self._tokens()
-        while not self._stopped.wait(_ACTIVITY_INTERVAL_S):
+        while not self._stopped.wait(ACTIVITY_INTERVAL_S):
             now = self._requests, self._tokens()
             if now != before:
                 requests, tokens = now[0] - before[0], now[1] - before[1]
-                logger.info("%s", activity_line(requests, tokens, self._unfinished(), _ACTIVITY_INTERVAL_S))
+                logger.info("%s", activity_line(requests, tokens, self._unfinished(), ACTIVITY_INTERVAL_S))
             before = now

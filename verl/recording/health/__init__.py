@@ -25,7 +25,7 @@ __all__ = ["RULES", "AlertPoster", "Cache", "Finding", "RunTables", "findings", 
 logger = logging.getLogger(__name__)
 
 # Seconds between two checks for alerts, which take at most this share of the time.
-_MIN_CHECK_INTERVAL_S, _MAX_CHECK_SHARE = 30.0, 0.01
+_MIN_CHECK_INTERVAL_S, MAX_CHECK_SHARE = 30.0, 0.01
 # Seconds until the same alert is posted again, if it had ended meanwhile.
 _REPEAT_S = 3600.0
 _POST_TIMEOUT_S = 10.0
@@ -89,7 +89,7 @@ class AlertPoster:
         pause = self._interval
         try:
             while not self._closing.wait(pause):
-                pause = max(self._interval, self._check() / _MAX_CHECK_SHARE)
+                pause = max(self._interval, self._check() / MAX_CHECK_SHARE)
             self._check()
         except Exception as error:  # noqa: BLE001 - logged; a missing alert must not end a training run
             logger.warning("trainer.record.alert_url: alerts are not posted any more: %r", error)

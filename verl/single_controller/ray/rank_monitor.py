@@ -36,7 +36,7 @@ _MEMORY_ADVICE = "Lower the micro-batch sizes of its phase, turn offloading off,
 # Share of available memory below which a death is attributed to memory; Ray's monitor acts at 95 % in use.
 _LOW_MEMORY = 0.05
 # The samples cover ten seconds.
-_SAMPLES, _SAMPLE_INTERVAL_S = 20, 0.5
+_SAMPLES, SAMPLE_INTERVAL_S = 20, 0.5
 _GB = 2**30
 
 
@@ -243,9 +243,9 @@ class RecentMemory:
         self._next = 0.0
 
     def sample(self) -> None:
-        """Record the state now, at most every `_SAMPLE_INTERVAL_S` seconds."""
+        """Record the state now, at most every `SAMPLE_INTERVAL_S` seconds."""
         if (now := time.monotonic()) >= self._next:
-            self._next = now + _SAMPLE_INTERVAL_S
+            self._next = now + SAMPLE_INTERVAL_S
             self._states.append(memory_state())
 
     @property

@@ -34,7 +34,7 @@ from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
 logger = logging.getLogger(__name__)
 
 _PORT_FREE_S = 10.0
-_POLL_S = 1.0
+POLL_S = 1.0
 _NOTIFY_S = 15.0
 _JOB_ENDED = "verl: the job is over"
 _OTHER_ADDRESS = "something else, on another address of this machine"
@@ -90,7 +90,7 @@ def _try_head(config: PPOConfig, host: str, port: int, seconds: float) -> RayHea
                 raise RuntimeError(f"the head at {host}:{port} ended with code {process.returncode}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"no head answers at {host}:{port}")
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
     except BaseException:
         _kill_ray(process, f"{host}:{port}")
         raise
@@ -190,7 +190,7 @@ class _WorkerNode:
         ):
             # `ray start` does not notice a raylet that was terminated.
             processes = RayProcesses(with_descendants(process.pid))
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         self.kill()
         self._absence = "is gone"
         if head == "running":
@@ -257,7 +257,7 @@ def _notify(client: socket.socket) -> bool:
     Other clients are those of Ray, which send a longer greeting, or none.
     """
     with contextlib.suppress(OSError):
-        client.settimeout(_POLL_S)
+        client.settimeout(POLL_S)
         client.sendall(f"{_JOB_ENDED}\n".encode())
         client.shutdown(socket.SHUT_WR)
         return client.recv(512) == HTTP2_PREFACE
@@ -274,7 +274,7 @@ def _wait_until_free(host: str, port: int) -> None:
             other_service = _OTHER_ADDRESS
         if other_service not in (None, _OTHER_ADDRESS) or time.monotonic() > deadline:
             raise RayUnavailableError(*_port_in_use(host, port, other_service))
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
 
 
 def _port_in_use(host: str, port: int, other_service: str | None) -> tuple[str, str]:

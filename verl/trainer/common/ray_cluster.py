@@ -41,14 +41,14 @@ _NODE_LOOKUP_POLL_S = 0.5
 # From this load factor on, the error message names the load as a likely cause.
 _BUSY_FACTOR = 1.5
 # Environment variables with time limits of Ray, and their units in seconds.
-_LIMITS = {
+LIMITS = {
     "RAY_gcs_server_port_wait_time_s": 1.0,
     "RAY_py_gcs_connect_timeout_s": 1.0,
     "RAY_worker_register_timeout_seconds": 1.0,
     "RAY_agent_register_timeout_ms": 0.001,
 }
 # Keeps Ray from printing C++ stacks of all threads when a signal ends it.
-_NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
+NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
 # Environment variables that `set_start_limits` has set, in contrast to the user.
 _set_here: set[str] = set()
 
@@ -168,7 +168,7 @@ def _disable_cpp_stacks() -> None:
     """
     from ray._private import ray_constants
 
-    if os.environ.setdefault(_NO_CPP_STACKS, "1") == "1":
+    if os.environ.setdefault(NO_CPP_STACKS, "1") == "1":
         ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True
 
 
@@ -251,7 +251,7 @@ def start_limit(configured: float | None = None) -> float:
 
 def set_start_limits(seconds: float) -> None:
     """Set the start limits of Ray in the environment, except variables that the user has set."""
-    values = {name: str(round(seconds / unit)) for name, unit in _LIMITS.items()} | {_NO_CPP_STACKS: "1"}
+    values = {name: str(round(seconds / unit)) for name, unit in LIMITS.items()} | {NO_CPP_STACKS: "1"}
     for name, value in values.items():
         if name in _set_here or name not in os.environ:
             _set_here.add(name)

@@ -47,9 +47,9 @@ _CLOSE_TIMEOUT_S, _KILLED_TIMEOUT_S = 60.0, 2.0
 
 # Seconds between records of the series: at least the first, at least this share of the run's time so far. The number of
 # records thus grows with the logarithm of the time.
-_MIN_INTERVAL_S, _INTERVAL_SHARE = 5.0, 1 / 2000
+MIN_INTERVAL_S, _INTERVAL_SHARE = 5.0, 1 / 2000
 # Seconds between two polls, if steps are shorter.
-_MIN_POLL_S = 1.0
+MIN_POLL_S = 1.0
 _TIMEOUT_S = 10.0
 # Consecutive failed polls after which it stops to poll.
 _MAX_FAILURES = 5
@@ -311,11 +311,11 @@ class RankPoll:
             with self._wake:
                 self._wake.wait_for(lambda: self._closing or self._step_ends, self._interval())
             if not self._closing:
-                time.sleep(_MIN_POLL_S)  # calls of several short steps are collected together
+                time.sleep(MIN_POLL_S)  # calls of several short steps are collected together
             self._poll()
 
     def _interval(self) -> float:
-        return max(_MIN_INTERVAL_S, (time.time() - self._start) * _INTERVAL_SHARE)
+        return max(MIN_INTERVAL_S, (time.time() - self._start) * _INTERVAL_SHARE)
 
     def _poll(self) -> None:
         if not self._works:

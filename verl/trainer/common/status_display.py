@@ -32,7 +32,7 @@ from verl.utils.console import (
 logger = logging.getLogger(__name__)
 
 _REDRAW_S = 0.5
-_LOG_POLL_S = 2.0
+LOG_POLL_S = 2.0
 _LOG_INTERVAL_S = 30.0
 # With the interval of polls: no silence of more than ten seconds before the first step.
 _STARTUP_INTERVAL_S = 8.0
@@ -45,7 +45,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Marks the end of the controller's output on its stdout.
 _END = ":verl-controller-output-ends:"
 # Ray reads the files of actors every 100 to 500 ms.
-_END_TIMEOUT_S = 3.0
+END_TIMEOUT_S = 3.0
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def show_status(snapshot: Callable[[], StatusSnapshot | None], console: str = LI
 
         def keep_showing() -> None:
             try:
-                while not done.wait(_REDRAW_S if draws else _LOG_POLL_S):
+                while not done.wait(_REDRAW_S if draws else LOG_POLL_S):
                     now = snapshot()
                     if console == LINE:
                         show(_with_startup(now, waiting_since))
@@ -308,7 +308,7 @@ class ControllerOutput(WorkerOutput):
         if not self.is_active:
             self._ended.set()
 
-    def wait_for_end(self, timeout: float = _END_TIMEOUT_S) -> None:
+    def wait_for_end(self, timeout: float = END_TIMEOUT_S) -> None:
         """Wait until everything that the controller has written is printed, up to `timeout` seconds. Returns at once if
         it has written nothing: a user's own class need not mark the end."""
         if self.has_started:

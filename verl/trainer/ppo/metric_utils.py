@@ -46,7 +46,7 @@ _PHASES_WITHOUT_BATCH = frozenset({"testing", "save_checkpoint"})
 # Bootstrap of validation metrics: number of resamples, 95 % interval, and elements per chunk, which bounds memory.
 _RESAMPLES = 1000
 _INTERVAL = (0.025, 0.975)
-_CHUNK_ELEMENTS = 4 * 2**20
+CHUNK_ELEMENTS = 4 * 2**20
 
 # ---------------------------------------------------------------- training step
 
@@ -248,7 +248,7 @@ def prompt_intervals(values_UM: np.ndarray, seed: int = 42) -> tuple[np.ndarray,
     """Return the 95 % bootstrap interval of each column's mean: [prompts, metrics] → low [metrics], high [metrics]."""
     prompts = len(values_UM)
     rng = np.random.default_rng(seed)
-    size = max(1, _CHUNK_ELEMENTS // prompts)
+    size = max(1, CHUNK_ELEMENTS // prompts)
     means = []
     for start in range(0, _RESAMPLES, size):
         draws_BU = rng.integers(0, prompts, size=(min(size, _RESAMPLES - start), prompts))
@@ -383,7 +383,7 @@ def _bootstrap_samples(
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return, per prompt, (mean, std) of best, worst and maj over the draws. U prompts, N samples, B draws of K."""
     per_prompt: dict[str, list[np.ndarray]] = defaultdict(list)
-    size = max(1, _CHUNK_ELEMENTS // (draws_BK.shape[0] * max(draws_BK.shape[1], values_UN.shape[1])))
+    size = max(1, CHUNK_ELEMENTS // (draws_BK.shape[0] * max(draws_BK.shape[1], values_UN.shape[1])))
     for start in range(0, len(values_UN), size):
         chunk = slice(start, start + size)
         drawn_UBK = values_UN[chunk][:, draws_BK]

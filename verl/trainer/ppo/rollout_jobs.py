@@ -39,7 +39,7 @@ from verl.workers.rollout.training_rows import empty_experts, trajectories_from_
 logger = logging.getLogger(__name__)
 
 # A `host.collect` call of a collector thread returns after this time at the latest.
-_COLLECT_S = 2.0
+COLLECT_S = 2.0
 # Maximum number of hosts that are called at the same time.
 _MAX_CONCURRENT_CALLS = 32
 
@@ -180,7 +180,7 @@ class RolloutHosts:
         keep_partials = self._groups.may_lose_hosts or host.kind == "agent"
         while not host.closed:
             try:
-                reply, rows = host.handle.call_rows("host.collect", host.id, _COLLECT_S, keep_partials)
+                reply, rows = host.handle.call_rows("host.collect", host.id, COLLECT_S, keep_partials)
                 self._on_reply(host, reply, rows)
             except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
                 if not host.closed:

@@ -50,7 +50,7 @@ from verl.workers.rollout.prompts import with_row_names
 logger = logging.getLogger(__name__)
 
 # Interval in which a wait for trajectories checks for cancellation and lost hosts.
-_POLL_S = 0.5
+POLL_S = 0.5
 
 
 class RolloutManager:
@@ -246,7 +246,7 @@ class RolloutManager:
         with self.monitored():
             while len(finished) < count:
                 self.open()
-                new = self.collect(job, _POLL_S)
+                new = self.collect(job, POLL_S)
                 finished |= {trajectory.name: trajectory for trajectory in new}
                 tick(len(new))
         return finished

@@ -41,9 +41,9 @@ WAITING_METRIC = "timing_s/waiting_for_one_rank"
 # Prefix of the names of phases that restart processes and load models.
 RESTART_PHASE = "restart of "
 
-_POLL_S = 1.0
+POLL_S = 1.0
 # Ranks are polled only if a phase has made no progress for this time.
-_QUIET_S = 3.0
+QUIET_S = 3.0
 _ANSWER_TIMEOUT_S = 1.0
 # A poll of one rank costs the controller about 0.3 ms: the interval grows with the number of ranks.
 _POLL_S_PER_RANK = 0.03
@@ -54,9 +54,9 @@ _ACTIVITY_LOG_S = 10.0
 # Time without progress after which the stacks of all threads are requested.
 _SUSPECT_S = 5.0
 # Time for the callers to raise the HangError. After that ranks are killed, which fails calls with other errors.
-_RAISE_S = 1.0
+RAISE_S = 1.0
 # If a sleep takes this much longer than requested, the machine or the job was suspended.
-_SUSPENDED_S = 5.0
+SUSPENDED_S = 5.0
 
 # No hang is shorter: compilation for a new shape, a slow disk or a validation of long responses may take minutes.
 _MIN_LIMIT_S = 300.0
@@ -123,9 +123,9 @@ class HangDetector:
 
     def _watch(self, done: threading.Event) -> None:
         before, polled_at, failures = self.seconds, time.monotonic(), set[str]()
-        while not done.wait(_POLL_S):
+        while not done.wait(POLL_S):
             now = time.monotonic()
-            if now - polled_at > _POLL_S + _SUSPENDED_S:
+            if now - polled_at > POLL_S + SUSPENDED_S:
                 self._reset(now)
             try:
                 if self._poll(now):
@@ -145,11 +145,11 @@ class HangDetector:
             self._clear_problem(phase)
             self._reset(now)
             self._progress = progress
-        if now - self._quiet_since < _QUIET_S or now < self._next_poll:
+        if now - self._quiet_since < QUIET_S or now < self._next_poll:
             return False
         calls = self._open_calls()
         reports = self._query_ranks(calls)
-        self._next_poll = time.monotonic() + _POLL_S + _POLL_S_PER_RANK * len(reports)
+        self._next_poll = time.monotonic() + POLL_S + _POLL_S_PER_RANK * len(reports)
         rank_progress = [(report.rank, report.heartbeat.method, report.heartbeat.done) for report in reports]
         rank_progress.append((-1, None, phase.progress.done + pulse_count()))  # the controller's own
         if rank_progress != self._rank_progress:
@@ -224,7 +224,7 @@ class HangDetector:
         logger.error("%s", sentence)
         for call in open_calls():  # of all threads: clean-up may wait for them, too
             call.abort_error = error
-        time.sleep(_RAISE_S)
+        time.sleep(RAISE_S)
         stopped = [report.state == "stopped" for report in diagnosis.culprits]
         self._kill([rank for rank, is_stopped in zip(culprits, stopped, strict=True) if is_stopped])
         if not calls and self._raise_in_controller is not None:

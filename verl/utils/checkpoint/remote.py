@@ -21,8 +21,8 @@ from verl.utils.progress import pulse
 logger = logging.getLogger(__name__)
 
 KEY = "trainer.default_hdfs_dir"
-_ATTEMPTS = 4
-_PAUSE_SECONDS = 1.0
+ATTEMPTS = 4
+PAUSE_SECONDS = 1.0
 """Before the second attempt; doubled before each further one."""
 
 
@@ -201,16 +201,16 @@ class Uploader:
             self._waiting = {**dict.fromkeys(missing, 0), **self._waiting}
 
     def _retry(self, action: Callable[[], None], description: str) -> bool:
-        """Call `action` until it succeeds, at most `_ATTEMPTS` times; return whether it did."""
-        pause = _PAUSE_SECONDS
-        for attempt in range(1, _ATTEMPTS + 1):
+        """Call `action` until it succeeds, at most `ATTEMPTS` times; return whether it did."""
+        pause = PAUSE_SECONDS
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 action()
                 return True
             except Exception as error:  # noqa: BLE001 - file systems raise any type; the local step is safe
-                summary = f"{KEY}: {description} to {self._remote} failed ({attempt} of {_ATTEMPTS})"
+                summary = f"{KEY}: {description} to {self._remote} failed ({attempt} of {ATTEMPTS})"
                 logger.warning("%s: %s: %s", summary, type(error).__name__, error)
-            if attempt < _ATTEMPTS:
+            if attempt < ATTEMPTS:
                 time.sleep(pause)
                 pause *= 2
         self.failed += 1

@@ -27,7 +27,7 @@ from verl.utils.fs import cache_root, copy_to_local, create_once
 logger = logging.getLogger(__name__)
 
 GROUND_TRUTH = "ground_truth"
-_MAP_ABOVE_BYTES = 64 * 1024**2
+MAP_ABOVE_BYTES = 64 * 1024**2
 
 
 class DataFile(Protocol):
@@ -254,7 +254,7 @@ def _read_parquet(file: str) -> pa.Table:
     groups = pq.read_metadata(file).to_dict()["row_groups"]
     # The size in memory, which may be many times that on disk.
     size = sum(group["total_byte_size"] for group in groups)
-    if size < _MAP_ABOVE_BYTES:
+    if size < MAP_ABOVE_BYTES:
         return pq.ParquetFile(file).read()
     try:
         return read_arrow(_uncompressed_copy(file))

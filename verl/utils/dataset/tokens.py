@@ -34,8 +34,8 @@ WEIGHTS = pa.large_list(pa.float32())
 
 _FORMAT = 1
 # Fewer rows are tokenised in less than a second and get no file.
-_MIN_CACHED_ROWS = 1000
-_CHUNK = 2048
+MIN_CACHED_ROWS = 1000
+CHUNK_ROWS = 2048
 _SCHEMA = pa.schema([("ids", TOKENS), ("high", pa.uint64()), ("low", pa.uint64())])
 
 
@@ -121,7 +121,7 @@ class PromptTokens:
 
 def encode_prompts(rows: Rows, count: int, key: str, encoder: PromptEncoder) -> PromptTokens:
     """Return the prompts (at `key`) of the first `count` rows in tokens, from the file of an earlier start if any."""
-    name = _file_name(rows, count, key, encoder) if count >= _MIN_CACHED_ROWS else None
+    name = _file_name(rows, count, key, encoder) if count >= MIN_CACHED_ROWS else None
     if name is not None:
         try:
             return _load_or_create(cache_root() / "prompts" / name, lambda: _encode(rows, count, key, encoder), count)
@@ -156,7 +156,7 @@ def _encode(rows: Rows, count: int, key: str, encoder: PromptEncoder) -> Iterato
     """Chunks in order. One is tokenised, without the GIL, while the template renders the next one."""
     pending: tuple[Future[list[list[int]]], list[Messages]] | None = None
     with ThreadPoolExecutor(1) as pool:
-        for first, batch in rows.batches([key.split(".")[0]], _CHUNK):
+        for first, batch in rows.batches([key.split(".")[0]], CHUNK_ROWS):
             if first >= count:
                 break
             prompts = [encoder.messages(value_at(row, key)) for row in batch[: count - first]]

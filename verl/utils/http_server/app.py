@@ -42,7 +42,7 @@ _BODY_KEY = "verl.body"  # of the received body in the ASGI scope
 # Larger bodies share the budget; smaller ones are limited by the number of connections.
 _SMALL_BODY_BYTES = 1 << 20
 # Total size of the large bodies that are received or handled at the same time.
-_BUFFER_BUDGET_BYTES = 512 << 20
+BUFFER_BUDGET_BYTES = 512 << 20
 # Responses are encoded in pieces of at most this many characters or list items.
 _PIECE_CHARS, _PIECE_ITEMS = 256 << 10, 4096
 
@@ -113,7 +113,7 @@ class _RequestMiddleware:
         self._health, self._error_content = health, error_content
         self._max_body, self._api_key = max_body_bytes, api_key
         self._available = ", ".join(["GET /health", *map(_describe_route, routes)])
-        self._buffered_bytes = 0  # of large bodies, see `_BUFFER_BUDGET_BYTES`
+        self._buffered_bytes = 0  # of large bodies, see `BUFFER_BUDGET_BYTES`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["path"] = scope["path"].rstrip("/") or "/"
@@ -224,7 +224,7 @@ class _RequestMiddleware:
         if expected_size > self._max_body:
             return self._too_large()
         other_bodies = self._buffered_bytes - _budgeted(current_size)
-        if new_size > _SMALL_BODY_BYTES and other_bodies + new_size > max(_BUFFER_BUDGET_BYTES, self._max_body):
+        if new_size > _SMALL_BODY_BYTES and other_bodies + new_size > max(BUFFER_BUDGET_BYTES, self._max_body):
             return HttpError(503, "the server is receiving too many large requests at the same time. Try again later.")
         return None
 

@@ -30,9 +30,9 @@ _INLINE_BYTES, _VERY_LARGE_BYTES = 256 << 10, 2 << 20
 _PROCESSES = 2
 # Maximum number of bodies that are in processes or wait for one.
 _MAX_PENDING = 64
-_PARSE_TIMEOUT_S = 10.0
+PARSE_TIMEOUT_S = 10.0
 # Memory that parsing a body may allocate; a process that has grown by more than the second value is replaced.
-_MEMORY_BYTES, _MAX_GROWTH_BYTES = 1 << 30, 4 << 20
+MEMORY_BYTES, _MAX_GROWTH_BYTES = 1 << 30, 4 << 20
 # Maximum number of characters of a client's value in an error message.
 _MAX_SHOWN = 200
 
@@ -140,7 +140,7 @@ class BodyParser:
         self._pool = ProcessPool(
             _PROCESSES,
             initializer=partial(_prepare, models),
-            memory_limit=_MEMORY_BYTES,
+            memory_limit=MEMORY_BYTES,
             max_growth=_MAX_GROWTH_BYTES,
             prefork=True,
         )
@@ -165,10 +165,10 @@ class BodyParser:
 
     async def _parse(self, model: type[Model], body: bytes | bytearray) -> Model:
         try:
-            task = self._pool.submit(parse_model, model, pickle.PickleBuffer(body), timeout=_PARSE_TIMEOUT_S)
+            task = self._pool.submit(parse_model, model, pickle.PickleBuffer(body), timeout=PARSE_TIMEOUT_S)
             parsed: Model = await asyncio.wrap_future(task)
         except TaskTimeout as error:
-            raise HttpError(400, f"the body could not be parsed within {_PARSE_TIMEOUT_S:g} s. Shorten it.") from error
+            raise HttpError(400, f"the body could not be parsed within {PARSE_TIMEOUT_S:g} s. Shorten it.") from error
         except (MemoryError, ProcessDied) as error:
             raise HttpError(400, "parsing the body takes too much memory. Shorten it.") from error
         return parsed

@@ -163,8 +163,8 @@ def _is_approximate(value: str, truth: str) -> bool:
 # ---------------------------------------------------------------- symbolic comparison
 
 
-_CPU_SECONDS = 2.0
-_HELPER_SECONDS = 30.0
+CPU_SECONDS = 2.0
+HELPER_SECONDS = 30.0
 _MAX_CHARACTERS = 300
 _MAX_DEPTH = 10
 _RELATIVE = 1e-5
@@ -182,7 +182,7 @@ def symbolically_equal(truth: str, answer: str) -> bool:
     if threading.current_thread() is threading.main_thread():
         return _compare_in_time(truth, answer)
     try:
-        return _helper_process(os.getpid()).submit(_compare_in_time, truth, answer, timeout=_HELPER_SECONDS).result()
+        return _helper_process(os.getpid()).submit(_compare_in_time, truth, answer, timeout=HELPER_SECONDS).result()
     except (TaskTimeout, ProcessDied):
         return False
 
@@ -199,7 +199,7 @@ def _compare_in_time(truth: str, answer: str) -> bool:
 
     before = signal.signal(signal.SIGVTALRM, on_timer)
     # It repeats: an exception that is raised in a finalizer is lost.
-    timer = signal.setitimer(signal.ITIMER_VIRTUAL, _CPU_SECONDS, _CPU_SECONDS / 10)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, CPU_SECONDS / 10)
     try:
         ours, theirs = _parse_latex(answer), _parse_latex(truth)
         return bool(verify(list(theirs), list(ours), timeout_seconds=None)) and not _far_apart(theirs, ours)

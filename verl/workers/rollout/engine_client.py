@@ -44,18 +44,18 @@ logger = logging.getLogger(__name__)
 # has one response.
 _IGNORED_PARAMS = frozenset({"logprobs", "n", "skip_special_tokens", "detokenize"})
 # Timeout of one call for outputs. Shorter than the limits of hang detection, because every reply reports progress.
-_COLLECT_S = 2.0
+COLLECT_S = 2.0
 # Hang reports name replicas that made no progress for this long.
-_STALLED_S = 10.0
+STALLED_S = 10.0
 # Timeout of reading current outputs for a checkpoint. A replica that does not respond is left out.
-_FETCH_S = 10.0
+FETCH_S = 10.0
 # Interval in which replicas report partial outputs.
-_PARTIALS_S = 2.0
+PARTIALS_S = 2.0
 # The replica of a group, which has its prompt in the prefix cache, may have this many more requests than the least
 # loaded one and still be chosen.
 _GROUP_EXTRA_LOAD = 8
 # Maximum number of conversations, and of groups, whose replica is remembered.
-_MAX_STORED_REPLICAS = 16_384
+MAX_STORED_REPLICAS = 16_384
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class _Replica:
         """For hang detection: a description of the replica if it has requests and makes no progress, else None.
         Thread-safe."""
         seconds = time.monotonic() - self.last_progress
-        if not self.waiting or seconds < _STALLED_S:
+        if not self.waiting or seconds < STALLED_S:
             return None
         engine = ""
         if self.stopped_process is not None:
@@ -296,7 +296,7 @@ class EngineClient:
         replica = of_group if use_group else least_loaded
         for key, stored in ((request_id, self._replica_of_conversation), (group, self._replica_of_group)):
             stored[key] = replica
-            if len(stored) > _MAX_STORED_REPLICAS:
+            if len(stored) > MAX_STORED_REPLICAS:
                 stored.popitem(last=False)
         return replica
 
@@ -339,12 +339,12 @@ class EngineClient:
         partials_at = time.monotonic()
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             while not replica.closed:
-                with_partials = time.monotonic() - partials_at >= _PARTIALS_S
+                with_partials = time.monotonic() - partials_at >= PARTIALS_S
                 if with_partials:
                     partials_at = time.monotonic()
                 try:
                     collected: CollectedOutputs = replica.handle.call(
-                        "host.collect_outputs", replica.client, _COLLECT_S, with_partials
+                        "host.collect_outputs", replica.client, COLLECT_S, with_partials
                     )
                 except Exception as error:  # noqa: BLE001 - unfinished requests fail with it
                     self._loop.call_soon_threadsafe(self._mark_lost, replica, f"{type(error).__name__}: {error}")
@@ -401,7 +401,7 @@ async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[
     `_collect_outputs` handles."""
     call = asyncio.to_thread(replica.handle.call, "host.current_outputs", request_ids)
     try:
-        return await asyncio.wait_for(call, _FETCH_S)
+        return await asyncio.wait_for(call, FETCH_S)
     except (WorkerError, asyncio.TimeoutError) as error:  # not TimeoutError before Python 3.11
         logger.warning("partial outputs of %s could not be read: %r", replica.handle, error)
         return {}

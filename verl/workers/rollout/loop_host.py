@@ -29,12 +29,12 @@ from verl.workers.rollout.prompts import RolloutJob, RolloutTask, sampling_param
 # After the first trajectory has finished, `collect` waits this long for more, to report them together. The wait grows
 # with the packing time, up to the maximum, so that packing takes at most this share of the thread's time: engine and
 # event loop share its CPU.
-_COALESCE_S, _MAX_COALESCE_S = 0.02, 0.25
+COALESCE_S, _MAX_COALESCE_S = 0.02, 0.25
 _PACKING_SHARE = 0.1
 # Name of the job of `generate_batch`.
 _BATCH = "batch"
 # Interval of reports of partial outputs.
-_PARTIALS_S = 2.0
+PARTIALS_S = 2.0
 
 
 class LoopHost(ABC):
@@ -63,12 +63,12 @@ class LoopHost(ABC):
         self._failure: str | None = None
         self._lost_replica: str | None = None
         self._closed = False
-        self._coalesce_s = _COALESCE_S
+        self._coalesce_s = COALESCE_S
         self._last_job: RolloutJob | None = None
         """The job whose trajectories were collected last."""
         self._busy_since: float | None = None
         """Time at which the host last received rows while it was idle; None: it never had rows."""
-        self._next_partials = time.monotonic() + _PARTIALS_S
+        self._next_partials = time.monotonic() + PARTIALS_S
 
     # ---------------------------------------------------------------- control calls
 
@@ -108,7 +108,7 @@ class LoopHost(ABC):
         up to `timeout` seconds for the first trajectory.
 
         Called by one thread at a time. If `host_id` is that of an earlier host of this process, the reply is empty and
-        `closed`. `with_partials`: also report new tokens of unfinished trajectories, every `_PARTIALS_S` seconds.
+        `closed`. `with_partials`: also report new tokens of unfinished trajectories, every `PARTIALS_S` seconds.
         """
         with self._changed:
             self._changed.wait_for(lambda: host_id != self.id or self._has_report(), timeout)
@@ -125,7 +125,7 @@ class LoopHost(ABC):
         partials: dict[str, dict[str, Output]] = {}
         if with_partials and time.monotonic() >= self._next_partials:
             partials = {name: self._new_partials(running) for name, running in list(self._jobs.items())}
-            self._next_partials = time.monotonic() + _PARTIALS_S
+            self._next_partials = time.monotonic() + PARTIALS_S
         reply = HostReply(
             partials=partials, failure=self._failure, lost_replica=lost, closed=self._closed, pulses=pulse_count()
         )
@@ -136,7 +136,7 @@ class LoopHost(ABC):
         rows = job.pack(trajectories, self._no_experts())
         objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
         packing_s = time.monotonic() - started
-        self._coalesce_s = min(_MAX_COALESCE_S, max(_COALESCE_S, packing_s / _PACKING_SHARE))
+        self._coalesce_s = min(_MAX_COALESCE_S, max(COALESCE_S, packing_s / _PACKING_SHARE))
         return replace(reply, job=job.name, headers=Headers.of(trajectories), objects=objects), rows
 
     def cancel(self, job: str, names: Iterable[str]) -> None:

@@ -79,7 +79,7 @@ def test_a_body_that_cannot_fit_is_refused_unread():
 def test_short_texts_stay_in_the_process_and_long_ones_go_to_workers(model, monkeypatch):
     first = add_request(model, "hello")
     assert model._workers.calls == []
-    monkeypatch.setattr(session_module, "_SHORT_BODY", 10)
+    monkeypatch.setattr(session_module, "SHORT_BODY_BYTES", 10)
     monkeypatch.setattr(session_module, "SHORT_TEXT", 10)
     assert add_request(model, "hello").context_ids == first.context_ids
     assert model._workers.calls == ["read_request", "prompt_ids"]

@@ -134,8 +134,8 @@ def wait_for(holds: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_jobs, "_COLLECT_S", 0.02)
-    monkeypatch.setattr(loop_host, "_COALESCE_S", 0.0)
+    monkeypatch.setattr(rollout_jobs, "COLLECT_S", 0.02)
+    monkeypatch.setattr(loop_host, "COALESCE_S", 0.0)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -314,7 +314,7 @@ def test_a_store_that_is_away_costs_copies_not_the_run(task, tmp_path, monkeypat
         raise ConnectionError("the store is away")
 
     monkeypatch.setattr(remote, "upload_step", fails)
-    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
     keys = ("trainer.total_training_steps=1", f"trainer.default_hdfs_dir={tmp_path}/store")
     trainer = run_training(command(task, tmp_path, *keys))
     assert CheckpointManager.verify(tmp_path / "checkpoints" / "global_step_1") == []

@@ -55,7 +55,7 @@ def test_the_end_of_the_output_can_be_awaited(printed_by_ray, capsys):
 
 def test_without_output_of_actors_nothing_is_awaited(monkeypatch):
     monkeypatch.setattr(dispatcher, "handlers", [])
-    monkeypatch.setattr(status_display, "_END_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(status_display, "END_TIMEOUT_S", 3600.0)
     output = ControllerOutput("TaskRunner")
     output.wait_for_end()
     assert dispatcher.handlers == []

@@ -100,13 +100,13 @@ def started(monkeypatch) -> list[subprocess.Popen]:
         processes.append(process)
         return process
 
-    for name in (*ray_cluster._LIMITS, ray_cluster._NO_CPP_STACKS, "RAY_AUTH_MODE", "RAY_ADDRESS"):
+    for name in (*ray_cluster.LIMITS, ray_cluster.NO_CPP_STACKS, "RAY_AUTH_MODE", "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
     monkeypatch.setattr(ray_cluster, "_set_here", set())
     monkeypatch.setattr(nodes, "_start_ray", start)
-    monkeypatch.setattr(nodes, "_POLL_S", 0.05)
+    monkeypatch.setattr(nodes, "POLL_S", 0.05)
     return processes
 
 

@@ -28,7 +28,7 @@ TIMED_OUT = "The current node timed out during startup. This could happen becaus
 @pytest.fixture
 def set_load(monkeypatch) -> Callable[[float], None]:
     """Pretend a load average on two cores; the environment is as before afterwards."""
-    for name in (*ray_cluster._LIMITS, ray_cluster._NO_CPP_STACKS):
+    for name in (*ray_cluster.LIMITS, ray_cluster.NO_CPP_STACKS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(ray_cluster, "_set_here", set())
@@ -47,7 +47,7 @@ def no_shutdown(monkeypatch) -> None:
 
 
 def limits_now() -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in ray_cluster._LIMITS}
+    return {name: os.environ.get(name) for name in ray_cluster.LIMITS}
 
 
 @pytest.mark.parametrize(("load", "seconds"), [(0.0, 120), (2.0, 120), (7.0, 420), (31.0, 1200), (1000.0, 1200)])

@@ -109,7 +109,7 @@ def test_a_line_is_said_for_every_30_seconds_of_a_phase_and_none_for_short_ones(
 
 
 def test_without_a_terminal_lines_come_while_the_block_runs_and_the_thread_ends_with_it(said, monkeypatch):
-    monkeypatch.setattr(status_display, "_LOG_POLL_S", 0.01)
+    monkeypatch.setattr(status_display, "LOG_POLL_S", 0.01)
     with show_status(lambda: StatusSnapshot(0, 2, "rollout", 40.0, 1, 8)):
         wait_until(lambda: "step 1/2: rollout 1/8, 40 s" in said.text)
         assert progress_threads()
@@ -118,7 +118,7 @@ def test_without_a_terminal_lines_come_while_the_block_runs_and_the_thread_ends_
 
 
 def test_a_standing_that_fails_ends_the_showing_and_not_the_run(said, monkeypatch):
-    monkeypatch.setattr(status_display, "_LOG_POLL_S", 0.01)
+    monkeypatch.setattr(status_display, "LOG_POLL_S", 0.01)
 
     def broken() -> StatusSnapshot:
         raise ConnectionError("nobody there")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="needs a
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
-    for name in ("_POLL_S", "_QUIET_S", "_RAISE_S"):
+    for name in ("POLL_S", "QUIET_S", "RAISE_S"):
         monkeypatch.setattr(hang_detector, name, 0.05)
 
 
@@ -56,7 +56,7 @@ def test_whatever_moves_is_no_hang(move):
 
 
 def test_who_waits_for_a_service_moves_for_so_long(monkeypatch):
-    monkeypatch.setattr(progress, "_PULSE_S", 0.1)
+    monkeypatch.setattr(progress, "PULSE_S", 0.1)
     status = RunStatus(10)
     with HangDetector(status, 1.0, raise_in_controller=raise_in_main_thread()), status.phase("step"):
         with pulsing(60.0):
@@ -96,8 +96,8 @@ def test_a_debugger_that_is_open_is_no_hang():
 
 def test_time_in_which_the_process_could_not_run_is_no_hang(monkeypatch):
     """As when a laptop sleeps, or a scheduler suspends a job."""
-    monkeypatch.setattr(hang_detector, "_SUSPENDED_S", 1.0)
-    monkeypatch.setattr(hang_detector, "_POLL_S", 0.3)
+    monkeypatch.setattr(hang_detector, "SUSPENDED_S", 1.0)
+    monkeypatch.setattr(hang_detector, "POLL_S", 0.3)
     pid = os.fork()
     if pid == 0:
         status = RunStatus(10)

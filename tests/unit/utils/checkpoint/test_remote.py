@@ -17,7 +17,7 @@ PATIENCE = 120.0
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
 
 
 class Store:
@@ -87,7 +87,7 @@ def test_saving_goes_on_while_copies_wait_and_all_that_are_kept_follow_in_order(
 
 def test_what_could_not_be_copied_is_counted_said_and_tried_with_the_next_save(tmp_path, store, caplog):
     manager = CheckpointManager(tmp_path / "run", remote=str(store.folder))
-    store.failures = 2 * remote._ATTEMPTS
+    store.failures = 2 * remote.ATTEMPTS
     with caplog.at_level(logging.ERROR, logger="verl"):
         save(manager, 1)
         assert manager.uploader.wait(PATIENCE) == ["global_step_1"], "the last try of a run fails too"

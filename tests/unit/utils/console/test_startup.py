@@ -10,9 +10,9 @@ from verl.utils.console import current_startup_phase, log_startup_phases, show_s
 
 @pytest.fixture(autouse=True)
 def said(caplog, monkeypatch):
-    monkeypatch.setattr(console, "_SHORTEST_S", 0.0)
-    monkeypatch.setattr(console, "_POLL_S", 0.001)
-    monkeypatch.setattr(console, "_LOG_INTERVAL_S", 0.0)
+    monkeypatch.setattr(console, "SHORTEST_S", 0.0)
+    monkeypatch.setattr(console, "POLL_S", 0.001)
+    monkeypatch.setattr(console, "LOG_INTERVAL_S", 0.0)
     caplog.set_level(logging.INFO, logger="verl")
     yield caplog
     log_startup_phases(False)

@@ -51,7 +51,7 @@ def test_rows_of_several_files_are_numbered_through_and_know_their_place(tmp_pat
 
 
 def test_a_large_parquet_file_is_mapped_from_one_copy_in_the_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows_module, "_MAP_ABOVE_BYTES", 0)
+    monkeypatch.setattr(rows_module, "MAP_ABOVE_BYTES", 0)
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
     rows = [{"x": i, "chat": [{"role": "user", "content": str(i)}]} for i in range(100)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=30)
@@ -78,7 +78,7 @@ def _own_megabytes() -> float:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json"])
 def test_a_forked_loader_worker_reads_every_row_without_a_copy_of_its_own(tmp_path, monkeypatch, suffix):
-    monkeypatch.setattr(rows_module, "_MAP_ABOVE_BYTES", 0)
+    monkeypatch.setattr(rows_module, "MAP_ABOVE_BYTES", 0)
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
     written = [{"prompt": f"{i} " + "x" * 500} for i in range(20_000)]
     file = tmp_path / f"a.{suffix}"

@@ -41,8 +41,8 @@ class Counting:
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tokens, "_MIN_CACHED_ROWS", 0)
-    monkeypatch.setattr(tokens, "_CHUNK", 4)
+    monkeypatch.setattr(tokens, "MIN_CACHED_ROWS", 0)
+    monkeypatch.setattr(tokens, "CHUNK_ROWS", 4)
     return tmp_path / "cache" / "prompts"
 
 

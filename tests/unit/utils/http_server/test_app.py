@@ -332,7 +332,7 @@ def test_a_disconnect_while_the_body_is_sent_frees_what_was_buffered():
 
 
 def test_large_bodies_share_a_budget_and_small_ones_are_always_accepted(monkeypatch):
-    monkeypatch.setattr("verl.utils.http_server.app._BUFFER_BUDGET_BYTES", 3 << 20)
+    monkeypatch.setattr("verl.utils.http_server.app.BUFFER_BUDGET_BYTES", 3 << 20)
     statuses = {}
 
     def record(name):
@@ -355,7 +355,7 @@ def test_large_bodies_share_a_budget_and_small_ones_are_always_accepted(monkeypa
 
 
 def test_slow_small_bodies_do_not_use_the_budget_of_large_ones(monkeypatch):
-    monkeypatch.setattr("verl.utils.http_server.app._BUFFER_BUDGET_BYTES", 3 << 20)
+    monkeypatch.setattr("verl.utils.http_server.app.BUFFER_BUDGET_BYTES", 3 << 20)
 
     async def run():
         app = create_app(ROUTES, health=dict, max_body_bytes=3 << 20)
@@ -375,8 +375,8 @@ def test_slow_small_bodies_do_not_use_the_budget_of_large_ones(monkeypatch):
 
 @pytest.mark.processes
 def test_large_bodies_are_parsed_in_a_process_with_limits(monkeypatch):
-    monkeypatch.setattr("verl.utils.http_server.json_body._MEMORY_BYTES", 128 << 20)
-    monkeypatch.setattr("verl.utils.http_server.json_body._PARSE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("verl.utils.http_server.json_body.MEMORY_BYTES", 128 << 20)
+    monkeypatch.setattr("verl.utils.http_server.json_body.PARSE_TIMEOUT_S", 5.0)
 
     async def run():
         parser = BodyParser()

@@ -57,7 +57,7 @@ def test_monstrous_answers_are_wrong_answers(answer):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a lost alarm, rung again
 def test_time_is_limited_on_the_main_thread_and_the_alarm_is_put_back(monkeypatch):
-    monkeypatch.setattr(math_scorer, "_CPU_SECONDS", 0.2)
+    monkeypatch.setattr(math_scorer, "CPU_SECONDS", 0.2)
     before = signal.getsignal(signal.SIGVTALRM)
     assert symbolically_equal("3", SLOW) is False
     assert signal.getsignal(signal.SIGVTALRM) is before
@@ -75,8 +75,8 @@ def test_on_other_threads_a_process_compares_and_is_replaced_when_it_does_not_an
         thread.join()
 
     compare(("x^2-1", "(x-1)(x+1)"), ("4", "5"))
-    monkeypatch.setattr(math_scorer, "_HELPER_SECONDS", 0.0)
+    monkeypatch.setattr(math_scorer, "HELPER_SECONDS", 0.0)
     compare(("4", "2+2"))  # no answer in no time
-    monkeypatch.setattr(math_scorer, "_HELPER_SECONDS", 60.0)
+    monkeypatch.setattr(math_scorer, "HELPER_SECONDS", 60.0)
     compare(("4", "2+2"))
     assert results == [True, False, False, True]

@@ -211,8 +211,8 @@ run_in_thread("writing", work)
 @pytest.fixture
 def several_files(monkeypatch):
     """As large states are written."""
-    monkeypatch.setattr(sharded_checkpoint, "_ONE_FILE", 100_000)
-    monkeypatch.setattr(sharded_checkpoint, "_THREADS", 3)
+    monkeypatch.setattr(sharded_checkpoint, "ONE_FILE_BYTES", 100_000)
+    monkeypatch.setattr(sharded_checkpoint, "THREADS", 3)
 
 
 @pytest.mark.parametrize("file", ["model/__0_2_0.distcp", "extra.pt", "huggingface/model.safetensors"])
@@ -234,7 +234,7 @@ def test_a_full_disk_is_told_to_whoever_finishes_and_the_next_save_goes_on(file,
 
 def test_what_waits_in_host_memory_is_copied_from_there_and_not_overwritten_before(monkeypatch):
     """A device that is not the host's is played by plain tensors: they leave, come back and change as a GPU's do."""
-    monkeypatch.setattr(offload, "_PIECE_BYTES", 10_000)  # a weight waits in several pieces of host memory
+    monkeypatch.setattr(offload, "PIECE_BYTES", 10_000)  # a weight waits in several pieces of host memory
     model = torch.nn.Linear(300, 300)
     model.register_buffer("table", torch.randn(10))
     moments = [torch.randn(1000), torch.zeros(0)]

@@ -37,7 +37,7 @@ def test_tensors_that_are_away_hold_no_memory_and_come_back_bit_for_bit():
 
 
 def test_host_memory_is_taken_once_and_used_again(monkeypatch):
-    monkeypatch.setattr(offload, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(offload, "PIECE_BYTES", 64)
     group, tensors = OffloadedTensors(CPU), [torch.randn(50), torch.randn(3)]
     group.offload(tensors)
     first = [piece.data_ptr() for piece in group._host._pieces]
@@ -60,8 +60,8 @@ def test_what_is_away_cannot_leave_again():
 @settings(max_examples=30)
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=8), piece=st.integers(1, 32))
 def test_bytes_are_the_same_however_host_memory_is_cut(sizes, piece):
-    before = offload._PIECE_BYTES
-    offload._PIECE_BYTES = piece
+    before = offload.PIECE_BYTES
+    offload.PIECE_BYTES = piece
     try:
         rows = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
         buffer = HostBuffer(page_locked=False)
@@ -76,7 +76,7 @@ def test_bytes_are_the_same_however_host_memory_is_cut(sizes, piece):
             buffer.load(start, found)
             assert torch.equal(found, row)
     finally:
-        offload._PIECE_BYTES = before
+        offload.PIECE_BYTES = before
 
 
 def test_a_sharded_model_and_its_moments_go_away_and_train_on_as_if_they_had_not():

@@ -296,7 +296,7 @@ def test_the_state_of_this_machine_is_read_and_its_lowest_kept(monkeypatch):
     assert 0 < state.available <= state.total
     states = iter([memory(9, 0), memory(2, 0), memory(8, 1)])
     monkeypatch.setattr("verl.single_controller.ray.rank_monitor.memory_state", lambda: next(states))
-    monkeypatch.setattr("verl.single_controller.ray.rank_monitor._SAMPLE_INTERVAL_S", 0.0)
+    monkeypatch.setattr("verl.single_controller.ray.rank_monitor.SAMPLE_INTERVAL_S", 0.0)
     recent = RecentMemory()
     assert (recent.first, recent.lowest) == (None, None)
     for _ in range(3):

@@ -30,8 +30,8 @@ ONE = Output([7], [-0.1], [0], finish_reason="stop")
 
 @pytest.fixture(autouse=True)
 def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_COLLECT_S", 0.005)
-    monkeypatch.setattr(module, "_PARTIALS_S", 0.0)
+    monkeypatch.setattr(module, "COLLECT_S", 0.005)
+    monkeypatch.setattr(module, "PARTIALS_S", 0.0)
 
 
 def tokens(*ids: int) -> Output:
@@ -106,7 +106,7 @@ class Name(str):
 
 
 def test_finished_conversations_are_forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_MAX_STORED_REPLICAS", 4)
+    monkeypatch.setattr(module, "MAX_STORED_REPLICAS", 4)
     names, groups = ([Name(f"{kind}{number}") for number in range(100)] for kind in "ng")
     alive = [weakref.ref(name) for name in (*names, *groups)]
 
@@ -397,7 +397,7 @@ def test_requests_after_close_fail_also_those_that_wait_for_reconnect():
 
 
 def test_a_replica_that_does_not_respond_is_left_out_of_current_outputs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_FETCH_S", 0.05)
+    monkeypatch.setattr(module, "FETCH_S", 0.05)
     released = threading.Event()
 
     class Blocked(HostHandle):
@@ -440,7 +440,7 @@ class Stuck(RankHandle):
 
 
 def test_an_engine_without_progress_is_named_to_hang_detection(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_STALLED_S", 0.3)
+    monkeypatch.setattr(module, "STALLED_S", 0.3)
     tracker = ComputeTracker()
 
     async def check() -> list[str | None]:

@@ -54,7 +54,7 @@ def test_collect_returns_all_finished_trajectories_of_one_job_together(start, ma
 
 
 def test_collect_waits_for_the_rows_that_are_left_before_it_replies(start, make_prompts, monkeypatch):
-    monkeypatch.setattr(loop_host, "_COALESCE_S", 60.0)
+    monkeypatch.setattr(loop_host, "COALESCE_S", 60.0)
     rows = named_rows(make_prompts, rows=5)
     rows.non_tensor_batch["max_new_tokens"] = np.array([1, 4, 9, 14, 19], dtype=object)
     host = open_host(start(ignore_eos=True), "a", rows)
@@ -129,7 +129,7 @@ def test_close_aborts_all_rows_and_wakes_the_collector(engine, make_prompts):
 
 
 def test_periodic_partials_joined_are_the_final_outputs(engine, make_prompts, monkeypatch):
-    monkeypatch.setattr(loop_host, "_PARTIALS_S", 0.0)
+    monkeypatch.setattr(loop_host, "PARTIALS_S", 0.0)
     rows, known = named_rows(make_prompts), {}
     host = open_host(engine, "a", rows)
     for count in (3, 20, 50):
@@ -154,7 +154,7 @@ def test_periodic_partials_joined_are_the_final_outputs(engine, make_prompts, mo
 
 @pytest.mark.parametrize("reported", [False, True], ids=["current", "reported"])
 def test_rows_resumed_from_partials_have_the_uninterrupted_tokens(engine, make_prompts, reported, monkeypatch):
-    monkeypatch.setattr(loop_host, "_PARTIALS_S", 0.0)
+    monkeypatch.setattr(loop_host, "PARTIALS_S", 0.0)
     rows = named_rows(make_prompts)
     whole = tokens_by_name(collect_all(open_host(engine, "a", rows), 4))
     interrupted = open_host(engine, "a", rows)

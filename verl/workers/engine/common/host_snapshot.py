@@ -24,7 +24,7 @@ from verl.utils.concurrency import run_in_thread
 # Alignment of tensors in a snapshot: a cache line.
 _ALIGNMENT = 64
 # Number and size of the page-locked buffers, and the largest single copy: copies of other streams can run in between.
-_BUFFERS, _BUFFER, _COPY = 4, 64 * 2**20, 16 * 2**20
+_BUFFERS, BUFFER_BYTES, COPY_BYTES = 4, 64 * 2**20, 16 * 2**20
 # Threads that write pageable memory: the kernel allocates its pages at the first write, which one thread alone does at
 # a fraction of the device's speed.
 _THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -54,7 +54,7 @@ class HostSnapshot:
         """Allocate memory for tensors of these sizes in the background; nothing is copied yet."""
         with suppress(OSError):  # not enough memory: a later `take` raises
             self._allocate(_offsets(sizes)[-1])
-        self._untouched = iter(range(0, self.size, _BUFFER))
+        self._untouched = iter(range(0, self.size, BUFFER_BYTES))
         self._touching = [run_in_thread("snapshot memory", self._touch) for _ in range(_THREADS)]
 
     def _touch(self) -> None:
@@ -62,7 +62,7 @@ class HostSnapshot:
         if sys.platform == "linux":  # where it sets the priority of this thread only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for start in self._untouched:
-            self._bytes[start : start + _BUFFER : mmap.PAGESIZE] = 0
+            self._bytes[start : start + BUFFER_BYTES : mmap.PAGESIZE] = 0
 
     def _stop_touching(self) -> None:
         """Leave the allocation of the remaining pages to the copy."""
@@ -131,14 +131,14 @@ class HostSnapshot:
         with ThreadPoolExecutor(_THREADS, "snapshot") as threads:
             if on_device:
                 self._copy_from_device(on_device, threads)
-            pieces = ((start + at, part) for start, source in on_host for at, part in _cut(source, _BUFFER))
+            pieces = ((start + at, part) for start, source in on_host for at, part in _cut(source, BUFFER_BYTES))
             for done in [threads.submit(self._write, start, part) for start, part in pieces]:
                 done.result()
 
     def _copy_from_device(self, pieces: list[Piece], threads: ThreadPoolExecutor) -> None:
         """Copy buffer by buffer: threads empty a buffer while the device fills the next one."""
         if not self._staging:
-            self._staging = [torch.empty(_BUFFER, dtype=torch.uint8, pin_memory=True) for _ in range(_BUFFERS)]
+            self._staging = [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_BUFFERS)]
         emptied: list[list[Future[None]]] = [[] for _ in self._staging]
         filled: list[tuple[int, torch.cuda.Event, int, int]] = []
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
@@ -197,9 +197,9 @@ def _windows(pieces: Sequence[Piece]) -> Iterator[tuple[int, int, list[Piece]]]:
     window: list[Piece] = []
     begin = end = 0
     for start, source in pieces:
-        for at, part in _cut(source, _COPY):
+        for at, part in _cut(source, COPY_BYTES):
             stop = start + at + len(part)
-            if window and (stop - begin > _BUFFER or start + at - end >= _ALIGNMENT):
+            if window and (stop - begin > BUFFER_BYTES or start + at - end >= _ALIGNMENT):
                 yield begin, end, window
                 window = []
             if not window:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 # Size of one allocation of page-locked memory. torch rounds it up to a power of two, so this size wastes nothing.
-_PIECE_BYTES = 1 << 28
+PIECE_BYTES = 1 << 28
 
 
 class EngineMemory:
@@ -257,10 +257,10 @@ class HostBuffer:
         """Ensure a size of at least `size` bytes. Growing discards the contents."""
         if self.size >= size:
             return
-        if self._pieces and len(self._pieces[-1]) < _PIECE_BYTES:
+        if self._pieces and len(self._pieces[-1]) < PIECE_BYTES:
             self._pieces.pop()
         while self.size < size:
-            length = min(_PIECE_BYTES, size - self.size)
+            length = min(PIECE_BYTES, size - self.size)
             self._pieces.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._page_locked))
 
     def store(self, start: int, data: torch.Tensor) -> None:
@@ -277,8 +277,8 @@ class HostBuffer:
         """Return views of `size` bytes from `start` on, one per piece."""
         views, end = [], start + size
         while start < end:
-            index, offset = divmod(start, _PIECE_BYTES)
-            length = min(_PIECE_BYTES - offset, end - start)
+            index, offset = divmod(start, PIECE_BYTES)
+            length = min(PIECE_BYTES - offset, end - start)
             views.append(self._pieces[index][offset : offset + length])
             start += length
         return views

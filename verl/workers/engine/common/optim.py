@@ -171,7 +171,7 @@ RECOMPILES = "recompiles"
 
 # AdamW moves every weight by about the learning rate. A step of more than a hundred times the root mean square of the
 # weights destroys the model; weights that start at 0 (adapters) count as 0.01.
-_MAX_RELATIVE_STEP, _MIN_WEIGHT_RMS = 100.0, 0.01
+MAX_RELATIVE_STEP, _MIN_WEIGHT_RMS = 100.0, 0.01
 
 
 def skip_reason(tokens: float, grad_norm: float, scale_can_decrease: bool, lr: float, weight_rms: float) -> str | None:
@@ -184,7 +184,7 @@ def skip_reason(tokens: float, grad_norm: float, scale_can_decrease: bool, lr: f
         return EMPTY
     if not math.isfinite(grad_norm):
         return SEARCHING if scale_can_decrease else NON_FINITE
-    if lr > _MAX_RELATIVE_STEP * max(weight_rms, _MIN_WEIGHT_RMS):
+    if lr > MAX_RELATIVE_STEP * max(weight_rms, _MIN_WEIGHT_RMS):
         return REFUSED
     return None
 

@@ -52,9 +52,9 @@ from verl.utils.torch_archive import dimensions, plain_types, read_tensor
 METADATA = ".metadata"
 # Packages of the classes in .metadata files of torch and Megatron-Core; they are not imported.
 _PACKAGES = ("torch", "megatron", "pathlib", "collections", "enum")
-_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 # Smaller states are written to one file.
-_ONE_FILE = 2**28
+ONE_FILE_BYTES = 2**28
 
 # ---------------------------------------------------------------- reading without unpickling
 
@@ -278,7 +278,7 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 def _writer_for(tensors: Iterable[torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> dcp.FileSystemWriter:
     """Return a writer; tensors in host memory are written by several threads."""
     on_host = all(value.device.type == "cpu" for value in tensors)
-    return _Writer(folder, recorder, max_files=_THREADS if on_host else 1)
+    return _Writer(folder, recorder, max_files=THREADS if on_host else 1)
 
 
 @contextmanager
@@ -325,7 +325,7 @@ class _Writer(dcp.FileSystemWriter):
 
     def _split(self, items: list[WriteItem]) -> list[list[WriteItem]]:
         """Split the items into lists of about equal size in bytes, one per file."""
-        sizes = [0] * min(self._max_files, 1 + sum(map(_size_of, items)) // _ONE_FILE)
+        sizes = [0] * min(self._max_files, 1 + sum(map(_size_of, items)) // ONE_FILE_BYTES)
         if len(sizes) == 1:
             return [items]
         parts: list[list[WriteItem]] = [[] for _ in sizes]

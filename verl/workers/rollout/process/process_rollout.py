@@ -47,7 +47,7 @@ from verl.workers.rollout.weights import bucket_layout, layout_bytes
 _HOST_MODULE = "verl.workers.rollout.process.host"
 _LOG_LINES = 20
 # Time for the process to exit by itself, after `close` or when its channel is closed; then it is killed.
-_EXIT_TIMEOUT_S = 10.0
+EXIT_TIMEOUT_S = 10.0
 
 
 class ProcessRollout(BaseRollout):
@@ -261,8 +261,8 @@ class EngineProcess:
     def _close_and_kill(self) -> None:
         try:
             with contextlib.suppress(EngineDiedError, FutureTimeout):
-                self.start_call("close").result(_EXIT_TIMEOUT_S)
-                self._ended.wait(_EXIT_TIMEOUT_S)
+                self.start_call("close").result(EXIT_TIMEOUT_S)
+                self._ended.wait(EXIT_TIMEOUT_S)
         finally:
             self._kill()
 
@@ -270,7 +270,7 @@ class EngineProcess:
         """Kill the process and its descendants, and wait for its end."""
         if not self._ended.is_set():
             kill_tree_but_trackers(self.pid)
-            if not self._ended.wait(_EXIT_TIMEOUT_S):
+            if not self._ended.wait(EXIT_TIMEOUT_S):
                 self._on_end(
                     f"rollout: the engine's process {self.pid} was killed but does not end. Its device may hang."
                 )
@@ -350,7 +350,7 @@ class EngineProcess:
                     self._step = message.step
                     pulse()
         except (EOFError, OSError):
-            if not self._ended.wait(_EXIT_TIMEOUT_S):
+            if not self._ended.wait(EXIT_TIMEOUT_S):
                 self._kill()  # it has closed its end of the channel, but does not exit
         self._finished.put(None)
 

@@ -205,7 +205,7 @@ def test_an_engine_that_stands_or_loses_a_process_or_its_device_is_known_and_sta
 @pytest.mark.slow
 def test_one_that_does_not_answer_is_killed_and_leaves_nothing(start_hosted, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("verl.workers.rollout.process.process_rollout._EXIT_TIMEOUT_S", 3.0)
+    monkeypatch.setattr("verl.workers.rollout.process.process_rollout.EXIT_TIMEOUT_S", 3.0)
     rollout = start_hosted()
     pid, (worker,) = rollout.pid, workers(rollout)
     assert len(list(tmp_path.glob("verl-engine-*.log"))) == 1
