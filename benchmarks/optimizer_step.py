@@ -33,7 +33,7 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if cuda else "cpu"
     engine = build_engine(options.shape, device, longest=4096, compiled=False)
-    optimizer = engine._optimizer
+    optimizer = engine.optimizer
 
     def fill_gradients() -> None:
         for parameter in optimizer._named.values():

@@ -149,7 +149,7 @@ class Case:
         self._loss = PolicyLoss(config)
         mask = self.data.batch["attention_mask"]
         lengths, responses = mask.sum(1).numpy(), self.data.batch["response_mask"].sum(1).numpy()
-        cost = engine._cost
+        cost = engine.cost
         self.tokens, self.operations = int(lengths.sum()), float(cost(lengths, responses).sum())
         prefixes = build_prefix_tree(self.data)
         self.fewest_tokens = PrefixTree(prefixes.lengths, prefixes.shared).total
@@ -189,7 +189,7 @@ class Case:
             try:
                 results[variant] = self.warm_up(variant)
             except Exception as error:  # noqa: BLE001 - the failure becomes a row of the table
-                self._engine._optimizer.zero_grad()
+                self._engine.optimizer.zero_grad()
                 notes[variant] = f"{type(error).__name__}: {str(error)[:200]}"
         for _ in range(repeats):
             for variant, measured in results.items():

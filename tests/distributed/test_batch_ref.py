@@ -110,7 +110,8 @@ def test_prompts_and_their_answers_join_and_aliases_are_read_from_the_store(roll
         assert torch.equal(part["ref_log_probs"], part.batch["ref_log_prob"])
         assert part.non_tensor_batch["ground_truth"].tolist() == seeds
         assert [len(piece) for piece in part.split(n_parts=2)] == [1, 2]
-        assert set(part.select(["ref_log_probs"], ["ground_truth"])._names()) == {"ref_log_prob", "reward_model"}
+        chosen = part.select(["ref_log_probs"], ["ground_truth"])
+        assert (list(chosen.batch.keys()), list(chosen.non_tensor_batch)) == (["ref_log_prob"], ["reward_model"])
 
 
 def test_column_operations_equal_those_of_a_dataproto(rollers):

@@ -13,7 +13,7 @@ import pytest
 
 from verl.single_controller.base import ResourcePool
 from verl.single_controller.ray import RayResourcePool, merge_resource_pool
-from verl.single_controller.ray.resource_pool import LostRanks, RayNode, _address_key, pools_fit
+from verl.single_controller.ray.resource_pool import LostRanks, RayNode, address_key, pools_fit
 
 # A cluster of several nodes cannot share a process with the session's own, hence the subprocess.
 PROGRAM = """
@@ -84,7 +84,7 @@ def test_pools_count_their_ranks():
 
 def test_addresses_sort_as_numbers():
     addresses = ["10.0.0.10", "10.0.0.9", "head.local", "9.1.1.1"]
-    assert sorted(addresses, key=_address_key) == ["9.1.1.1", "10.0.0.9", "10.0.0.10", "head.local"]
+    assert sorted(addresses, key=address_key) == ["9.1.1.1", "10.0.0.9", "10.0.0.10", "head.local"]
 
 
 def test_pools_share_nodes_but_no_gpu():

@@ -135,7 +135,7 @@ def test_execute_by_name(ray_counters):
 
 
 def test_a_mistyped_method_names_its_neighbour(counters):
-    with pytest.raises(AttributeError, match=r"LocalWorkerGroup of 'Counter' .*'sqare'.*'square'"):
+    with pytest.raises(AttributeError, match=r"WorkerGroup of 'Counter' .*'sqare'.*'square'"):
         counters.sqare(batch(2))
 
 

@@ -62,7 +62,7 @@ def remembering() -> type:
 
 def test_only_groups_that_differ_are_trained_on(task, tmp_path):
     trainer = run_training(overrides(task, tmp_path, *DAPO), trainer_cls=remembering())
-    batch = trainer._last_batch
+    batch = trainer.last_batch
     accuracy = np.array(batch.non_tensor_batch["acc"], dtype=float).reshape(8, 4)
     assert (accuracy.min(1) < accuracy.max(1)).all()
     assert batch.batch["advantages"].abs().sum(-1).gt(0).all()
@@ -108,7 +108,7 @@ def test_at_the_limit_the_step_trains_on_what_it_has(task, tmp_path):
     assert row["filter_groups/num_gen_batches"] == 2
     missing = int(row["filter_groups/missing_prompts"])
     assert missing > 0, "else this shows nothing"
-    mask = trainer._last_batch.batch["response_mask"]
+    mask = trainer.last_batch.batch["response_mask"]
     assert len(mask) == int(mask.any(-1).sum()) == (8 - missing) * 2
     assert row["actor/grad_norm"] > 0
 
@@ -133,7 +133,7 @@ def test_the_greedy_answer_is_the_baseline_of_its_prompt(task, tmp_path):
     trainer._generate_rows = counting
     trainer.fit()
     assert batch_sizes == [8 * 3], "one more answer per prompt, in the same call"
-    batch = trainer._last_batch
+    batch = trainer.last_batch
     assert len(batch) == 16
     baselines = batch.batch["reward_baselines"]
     assert torch.equal(baselines[0::2], baselines[1::2]), "one per prompt"
@@ -151,7 +151,7 @@ def test_bypassing_the_old_log_probs_still_measures_the_mismatch(task, tmp_path)
     assert 0 < row["rollout_corr/log_prob_diff_max"] < 1e-4, "measured on real log-probs of both engines"
     assert row["rollout_corr/masked_fraction"] == 0
     assert row["actor/entropy"] > 0
-    batch = trainer._last_batch
+    batch = trainer.last_batch
     assert torch.equal(batch.batch["old_log_probs"], batch.batch["rollout_log_probs"])
 
 
@@ -164,8 +164,8 @@ def test_reinforce_has_the_gradient_of_weighed_answers_without_a_pass_for_old_lo
     weighed = run_training(overrides(task, tmp_path / "weighed", *run, "algorithm.rollout_correction.rollout_is=token"))
     bypass = ("algorithm.rollout_correction.bypass_mode=True", "algorithm.rollout_correction.loss_type=reinforce")
     plain = run_training(overrides(task, tmp_path / "plain", *run, *bypass))
-    assert torch.equal(weighed._last_batch.batch["responses"], plain._last_batch.batch["responses"])
-    assert "rollout_is_weights" not in plain._last_batch.batch.keys()
+    assert torch.equal(weighed.last_batch.batch["responses"], plain.last_batch.batch["responses"])
+    assert "rollout_is_weights" not in plain.last_batch.batch.keys()
     norms = [trainer.history[0]["actor/grad_norm"] for trainer in (weighed, plain)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     off = "algorithm.rollout_correction.rollout_is=null"
@@ -191,7 +191,7 @@ def test_truncated_sampling_is_measured_and_its_log_probs_can_be_the_denominator
     assert row["rollout_corr/engine_log_prob_diff"] < 1e-4
     assert row["rollout_corr/truncation_kl"] > 0.5
     assert row["rollout_corr/kl"] == pytest.approx(row["rollout_corr/truncation_kl"], abs=1e-3)
-    batch = trainer._last_batch.batch
+    batch = trainer.last_batch.batch
     mask, full, drawn = (batch[name] for name in ("response_mask", "rollout_log_probs", "rollout_drawn_log_probs"))
     used = {"full": full, "drawn": drawn}[denominator]
     if setting.startswith("bypass"):
@@ -234,7 +234,7 @@ def test_a_rollout_in_another_precision_is_measured_weighed_and_masked(task, tmp
     assert row["rollout_corr/log_prob_diff"] > 1e-4
     assert 0 < row["rollout_corr/masked_sequence_fraction"] < 1
     assert "rollout and training differ by" not in caplog.text, "it is corrected"
-    batch = trainer._last_batch.batch
+    batch = trainer.last_batch.batch
     kept = batch["response_mask"].any(-1)
     assert 1 - kept.float().mean().item() == pytest.approx(row["rollout_corr/masked_sequence_fraction"])
     ratio = (batch["old_log_probs"] - batch["rollout_log_probs"]).exp().clamp(max=2.0)

@@ -27,7 +27,7 @@ def test_r3_updates_go_through_the_experts_of_the_generation_whatever_became_of_
     assert row["actor/moe/busiest"] > 1.0
     assert 0.0 <= row["actor/moe/idle"] < 1.0
     assert row["rollout_corr/log_prob_diff"] > 0.0, "routers weigh the same experts otherwise"
-    batch = trainer._last_batch.batch
+    batch = trainer.last_batch.batch
     sampled, width = batch["response_mask"].bool(), batch["responses"].shape[1]
     prompts, answers = batch["routed_experts"].split([batch["prompts"].shape[1], width], dim=1)
     mask = batch["attention_mask"][:, :-width].bool()
@@ -53,7 +53,7 @@ def test_the_controller_never_fetches_the_experts(task, tmp_path, ray_cluster, m
 
     monkeypatch.setattr(column_store, "read_columns", noted)
     trainer = run_training(moe_overrides(task, tmp_path, f"{REPLAY}={mode}"), RayWorkerGroup)
-    assert "routed_experts" in trainer._last_batch.batch.keys()
+    assert "routed_experts" in trainer.last_batch.batch.keys()
     assert "response_mask" in fetched, "what it reads is noted"
     assert "routed_experts" not in fetched
     assert trainer.history[0]["actor/moe/busiest"] > 1.0

@@ -131,7 +131,7 @@ def test_a_reward_model_with_another_template_scores_the_answers(task, tmp_path,
     more = ("trainer.total_training_steps=1", "data.max_prompt_length=64", "trainer.n_gpus_per_node=2")
     dumps = [f"trainer.{name}_data_dir={tmp_path / name}" for name in ("rollout", "validation")]
     trainer = run_training(overrides(task, tmp_path, *reward, *more, *alone, *dumps), RayWorkerGroup)
-    batch = trainer._last_batch
+    batch = trainer.last_batch
     scores, mask = batch.batch["rm_scores"], batch.batch["response_mask"]
     assert torch.equal((scores != 0).sum(-1), torch.ones(len(scores), dtype=torch.long)), "one score per answer"
     last = mask.cumsum(-1).argmax(-1)
@@ -169,7 +169,7 @@ def expected_scores(folder: Path, trainer) -> list[float]:
 
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    batch = trainer._last_batch
+    batch = trainer.last_batch
     answers = trainer.tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
     scores = []
     for messages, answer in zip(batch.non_tensor_batch["raw_prompt"], answers, strict=True):

@@ -25,7 +25,7 @@ def state_of(engine):
     with engine.on_device():
         engine.infer(make_batch(), ["log_probs"])
         moments = {name: value.to_local() if hasattr(value, "to_local") else value
-                   for name, value in engine._optimizer.tensors().items()}  # fmt: skip
+                   for name, value in engine.optimizer.tensors().items()}  # fmt: skip
         return whole_weights(engine), {name: value.cpu().clone() for name, value in moments.items()}
 
 

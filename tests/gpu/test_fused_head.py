@@ -163,7 +163,7 @@ def test_several_labels_of_nearly_certain_rows_are_as_exact_as_rounding_once_all
 
 def test_the_gradient_of_several_labels_is_rounded_after_its_sum():
     """Forward KL of a teacher that agrees: the parts of a label all but cancel, and what is left is what is learned."""
-    from verl.models.fused_head import _kernel_gradients
+    from verl.models.fused_head import kernel_gradients
 
     rows, vocab, top = 64, 9001, 16
     logits = padded(rows, vocab, torch.float32, spread=1.0)
@@ -173,7 +173,7 @@ def test_the_gradient_of_several_labels_is_rounded_after_its_sum():
     pulls = p.gather(1, labels).float() * 1.01
     d_logits = torch.empty(rows, logits.stride(0), device=CUDA, dtype=torch.bfloat16)[:, :vocab]
     log_sum_exp = torch.logsumexp(logits.double(), dim=-1).float()
-    _kernel_gradients(logits, d_logits, labels, log_sum_exp, None, pulls, None, 1.0, LogitAdjustment())
+    kernel_gradients(logits, d_logits, labels, log_sum_exp, None, pulls, None, 1.0, LogitAdjustment())
     wanted = torch.zeros_like(p).scatter_add(1, labels, pulls.double()) - p * pulls.double().sum(dim=1, keepdim=True)
     # float32 knows a log-total of 17 to 2e-6, and with it a probability of 1.
     torch.testing.assert_close(d_logits.double(), wanted, rtol=2.0**-8, atol=5e-6)

@@ -66,9 +66,9 @@ def test_gradients_that_wait_in_host_memory_leave_the_device_between_micro_batch
     held = []
     for engine in engines:
         engine.forward_backward(data, token_loss, ["log_probs"], micro=MicroBatching(size=2))
-        assert engine._optimizer.gradients()
+        assert engine.optimizer.gradients()
         full = torch.cuda.memory_allocated()
-        engine._memory.before_micro_batch()
+        engine.memory.before_micro_batch()
         held.append(full - torch.cuda.memory_allocated())
         engine.optimizer_step()
     parameters = sum(parameter.numel() for parameter in engines[0].model.parameters())
@@ -83,14 +83,14 @@ def test_host_memory_is_page_locked_once():
     group, tensors = OffloadedTensors(device), [torch.randn(3 * MB, device=device), torch.randn(5, device=device)]
     wanted = [tensor.clone() for tensor in tensors]
     group.offload(tensors)
-    pieces = [piece.data_ptr() for piece in group._host._pieces]
-    assert all(piece.is_pinned() for piece in group._host._pieces)
+    pieces = [piece.data_ptr() for piece in group.host.pieces]
+    assert all(piece.is_pinned() for piece in group.host.pieces)
     for _ in range(3):
         group.reload()
         group.wait()
         assert all(torch.equal(found, value) for found, value in zip(tensors, wanted, strict=True))
         group.offload(tensors)
-    assert [piece.data_ptr() for piece in group._host._pieces] == pieces
+    assert [piece.data_ptr() for piece in group.host.pieces] == pieces
 
 
 def test_copies_wait_for_what_was_computed_before_and_are_waited_for_by_what_comes_after():
@@ -111,7 +111,7 @@ def test_bf16_moments_train_on_a_gpu_and_take_half():
     for dtype in ("fp32", "bf16"):
         engine = make_engine(tiny_model(**SIZES), state_dtype=dtype, lr=1e-3)
         norms[dtype] = [train(engine, data)["grad_norm"] for _ in range(3)]
-        moments = [value for value in engine._optimizer.state_tensors() if value.dim()]
+        moments = [value for value in engine.optimizer.state_tensors() if value.dim()]
         assert sum(value.nbytes for value in moments) == sum(
             2 * (4 if dtype == "fp32" else 2) * parameter.numel() for parameter in engine.model.parameters()
         )
@@ -124,4 +124,4 @@ def test_a_buffer_without_a_gpus_stream_is_plain_memory():
     with stream:
         buffer.store(0, torch.arange(10, dtype=torch.uint8))
     stream.wait()
-    assert not buffer._pieces[0].is_pinned()
+    assert not buffer.pieces[0].is_pinned()

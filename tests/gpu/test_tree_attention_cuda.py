@@ -97,7 +97,7 @@ def test_engines_compute_the_same_with_and_without_sharing(attention, precision,
             results.append(
                 (metrics["loss"][0], {key: value.clone() for key, value in engine_gradients(engine).items()})
             )
-            engine._optimizer.zero_grad()
+            engine.optimizer.zero_grad()
         (plain_loss, plain), (loss, gradients) = results
         assert loss == pytest.approx(plain_loss, rel=0.02)
         largest = max(float(value.abs().max()) for value in plain.values())

@@ -44,7 +44,7 @@ def test_a_shared_pass_in_half_precision_is_the_packed_one(sharing):
     for shared in (False, True):
         engine = make_engine(tiny_model(), mixed_precision="bf16", device="cuda")
         if shared:
-            engine._sequence_parallel = sharing
+            engine.sequence_parallel = sharing
         fields = engine.infer(make_batch(), ["log_probs", "entropy"]).batch
         engine.forward_backward(make_batch(), token_loss, ["log_probs", "entropy"])
         found.append({**fields, **engine_gradients(engine)})

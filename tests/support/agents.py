@@ -216,7 +216,7 @@ class AgentSetup:
     @property
     def host(self) -> AgentHost:
         """The open host of the loop worker."""
-        host = self.agents._host._workers[self.agents.role].host
+        host = self.agents.worker.host
         assert isinstance(host, AgentHost)
         return host
 
@@ -253,7 +253,7 @@ class AgentSetup:
     def engine(self, number: int = 0) -> Any:
         """The rollout of a replica."""
         replica = self.replicas[number]
-        return replica._host._workers[replica.role].rollout
+        return replica.worker.rollout
 
 
 def make_agent_setup(

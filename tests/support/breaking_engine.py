@@ -37,10 +37,10 @@ class BreakingRollout(NativeRollout):
         if not any(request.id == FAILING_REQUEST for request in requests):
             return super().submit(requests)
         # As an error in a step: after `submit` has returned, and before the requests have finished.
-        self._loop.pause("keep")
+        self.loop.pause("keep")
         futures = super().submit(requests)
         error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-        threading.Timer(_FAILURE_DELAY_S, self._loop.fail, [error]).start()
+        threading.Timer(_FAILURE_DELAY_S, self.loop.fail, [error]).start()
         return futures
 
     def close(self) -> None:

@@ -51,5 +51,5 @@ def update_with_every_batching(rank, ranks, folder):
             "passes": passes,
             "inferred": engine.infer(rank_rows, loss.outputs, 0.7, micro).batch["log_probs"],
         }
-        engine._optimizer.zero_grad()
+        engine.optimizer.zero_grad()
     torch.save(results, Path(folder) / f"results-{ranks}-{rank}.pt")

@@ -131,7 +131,7 @@ def empty_steps(engine, data, rank):
 def skipped_step(engine, data, rank):
     """(skipped, state unchanged, number of optimizer tensors) of a step in which only rank 1 has a NaN loss."""
     engine.optimizer_step()
-    before = whole_weights(engine), {key: local(value) for key, value in engine._optimizer.tensors().items()}
+    before = whole_weights(engine), {key: local(value) for key, value in engine.optimizer.tensors().items()}
 
     def nan_on_rank_1(outputs, batch, counts):
         loss, metrics = token_loss(outputs, batch, counts)
@@ -139,7 +139,7 @@ def skipped_step(engine, data, rank):
 
     engine.forward_backward(data, nan_on_rank_1, ["log_probs"])
     metrics = engine.optimizer_step()
-    after = whole_weights(engine), {key: local(value) for key, value in engine._optimizer.tensors().items()}
+    after = whole_weights(engine), {key: local(value) for key, value in engine.optimizer.tensors().items()}
     unchanged = all(torch.equal(was[key], now[key]) for was, now in zip(before, after, strict=True) for key in was)
     return metrics["skipped"], unchanged, len(before[1])
 

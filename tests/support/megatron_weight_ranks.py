@@ -232,8 +232,8 @@ def kill_during_save(rank: int, ranks: int, folder: str) -> None:
         prepare_records(target)
         dist.barrier()
         if (rank, step) == (1, 2):
-            write = sharded_checkpoint._Writer.write_data
-            patch.object(sharded_checkpoint._Writer, "write_data", _kill_after(write)).start()
+            write = sharded_checkpoint.ShardWriter.write_data
+            patch.object(sharded_checkpoint.ShardWriter, "write_data", _kill_after(write)).start()
         engine.begin_save(target, ALL)
         engine.finish_save()
         dist.barrier()

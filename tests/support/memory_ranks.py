@@ -26,8 +26,8 @@ def run_rank(rank: int, ranks: int, folder: str) -> None:
     results["offloaded"] = offloaded_steps(rank_rows)
     engine = make_engine(tiny_model(**ODD), grad_offload=True)
     engine.forward_backward(rank_rows, token_loss, ["log_probs"], micro=MicroBatching(size=1))
-    results["waiting"] = len(engine._memory._gradients._offloaded)
-    engine._memory.wait_ready()
+    results["waiting"] = len(engine.memory.gradients.offloaded)
+    engine.memory.wait_ready()
     results["grad_offload"] = engine_gradients(engine)
     engine = make_engine(tiny_model(), state_dtype="bf16", fsdp_size=1)
     for _ in range(3):
@@ -48,7 +48,7 @@ def offloaded_steps(data):
             engine.optimizer_step()
             if offload:
                 weights.offload([*engine.model.parameters(), *engine.model.buffers()])
-                moments.offload(engine._optimizer.state_tensors())
+                moments.offload(engine.optimizer.state_tensors())
                 weights.reload()
                 moments.reload()
         results.append(whole_weights(engine))

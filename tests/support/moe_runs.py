@@ -66,8 +66,8 @@ class RouterChangingTrainer(RayPPOTrainer):
 
     def expert_choices(self) -> tuple[torch.Tensor, torch.Tensor]:
         """[recorded choices, k]: the experts recorded in the last batch, and those that the actor uses for it now."""
-        recorded = self._last_batch.batch["routed_experts"]
-        assert recorded.shape[1:] == (self._last_batch.batch["attention_mask"].shape[1], LAYERS, CHOSEN)
-        replayed = self.actor.infer(self._last_batch, ["log_probs", "routed_experts"]).batch["routed_experts"]
+        recorded = self.last_batch.batch["routed_experts"]
+        assert recorded.shape[1:] == (self.last_batch.batch["attention_mask"].shape[1], LAYERS, CHOSEN)
+        replayed = self.actor.infer(self.last_batch, ["log_probs", "routed_experts"]).batch["routed_experts"]
         is_recorded = (recorded < EXPERTS).all(dim=-1)
         return recorded[is_recorded], replayed[is_recorded]

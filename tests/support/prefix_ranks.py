@@ -42,7 +42,7 @@ def train_policy(data, size=1, micro=MICRO, **changes):
         loss = PolicyLoss(policy_config(mode, "vanilla"))
         metrics = engine.forward_backward(data, loss, ("log_probs", "entropy"), micro=micro)
         gradients = {name: value.clone() for name, value in engine_gradients(engine).items()}
-        engine._optimizer.zero_grad()
+        engine.optimizer.zero_grad()
         results[size, mode] = {"loss": metrics["loss"][0], "gradients": gradients}
     return results
 

@@ -38,14 +38,14 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 def wait_finished(host: LoopHost, *jobs: str) -> None:
     """Wait until generation of all rows of these jobs has ended."""
-    wait_until(lambda: not any(host._jobs[job].unfinished for job in jobs))
+    wait_until(lambda: not any(host.jobs[job].unfinished for job in jobs))
 
 
 def wait_tokens(engine: Any, count: int) -> None:
     """Wait until every request of the engine has `count` tokens."""
 
     def all_have() -> bool:
-        outputs = [sequence.output for sequence in engine._loop._all_unfinished()]
+        outputs = [sequence.output for sequence in engine.loop.all_unfinished()]
         return bool(outputs) and all(len(output.token_ids) >= count for output in outputs)
 
     wait_until(all_have)

@@ -48,7 +48,7 @@ def generate_by_requests(rollout: NativeRollout, weights: dict[str, torch.Tensor
     """Responses by requests, as agents generate. Generation is paused on all ranks for a barrier and an update with the
     same `weights`, and resumed."""
     prompts, host = make_prompts(), EngineHost(rollout)
-    if isinstance(rollout._loop, FollowerEngine):
+    if isinstance(rollout.loop, FollowerEngine):
         results = None
     else:
         requests = requests_of(prompts, sampling_params(rollout.config, {}, rollout.eos_token_ids), seed=5)
@@ -58,7 +58,7 @@ def generate_by_requests(rollout: NativeRollout, weights: dict[str, torch.Tensor
     dist.barrier()
     rollout.update_weights(weights.items(), version=0)
     rollout.resume_generation()
-    if not isinstance(rollout._loop, FollowerEngine):
+    if not isinstance(rollout.loop, FollowerEngine):
         answers: dict[str, list[int]] = {}
         while len(answers) < len(requests):
             collected = host.collect_outputs("agents", timeout=60).outputs

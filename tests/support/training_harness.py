@@ -148,5 +148,6 @@ def actor_weights(trainer: Any) -> dict[str, torch.Tensor]:
 
 def policy_worker(group: Any) -> Any:
     """The worker of a policy's group (in-process groups only; else None)."""
-    host = getattr(group, "_host", None)
-    return None if host is None else host._workers[group.role]
+    from verl.single_controller.local import LocalWorkerGroup
+
+    return group.worker if isinstance(group, LocalWorkerGroup) else None

@@ -113,7 +113,7 @@ def check_versions() -> Iterator[Check]:
     yield Check(section, "python", platform.python_version(), *_verdict(supported, "Install Python 3.10 or newer."))
     yield Check(section, "platform", f"{platform.system()} {platform.release()} {platform.machine()}", "info")
     yield Check(section, "verl", f"{__version__} ({Path(__file__).parents[1]})", "info")
-    requirements = _requirements()
+    requirements = package_requirements()
     if not requirements:
         yield Check(
             section, "requirements", "unknown: verl is not installed as a package", "warning", "pip install -e ."
@@ -130,7 +130,7 @@ def check_versions() -> Iterator[Check]:
         yield Check(section, "required packages", f"{len(requirements)} of {len(requirements)}")
 
 
-def _requirements(extra: str | None = None) -> list[Any]:
+def package_requirements(extra: str | None = None) -> list[Any]:
     """Return the requirements of the package verl, or those that `extra` adds."""
     try:
         from packaging.requirements import Requirement
@@ -170,7 +170,7 @@ def check_devices() -> Iterator[Check]:
     driver = Path("/proc/driver/nvidia/version")
     if driver.is_file():
         yield Check(section, "driver", driver.read_text().splitlines()[0].removeprefix("NVRM version: "), "info")
-    torch, error = _try_torch()
+    torch, error = try_torch()
     if torch is None:
         remedy = "Install a torch build for this machine: docs/start/installation.md."
         yield Check(section, "torch", error, "failed", remedy)
@@ -186,7 +186,7 @@ def check_devices() -> Iterator[Check]:
         yield Check(section, "GPU", "present, but torch cannot use it", "failed", remedy)
 
 
-def _try_torch() -> tuple[dict[str, Any] | None, str]:
+def try_torch() -> tuple[dict[str, Any] | None, str]:
     """Return versions and devices as torch reports them after a small computation, or None and the error."""
     try:
         done = subprocess.run(
@@ -284,16 +284,16 @@ def check_features() -> Iterator[Check]:
     section = "features"
     yield Check(section, "native, hf, fsdp", "built-in rollout and training engines")
     for extra, feature in _FEATURES.items():
-        requirements = _requirements(extra)
+        requirements = package_requirements(extra)
         problems = [problem for item in requirements if (problem := _requirement_problem(item)) is not None]
         if problems or not is_installed(_MODULES.get(extra, "verl")):
             state = problems[0] if problems else "not installed"
-            yield Check(section, extra, f"{state}; for {feature}", "info", _install_command(extra))
+            yield Check(section, extra, f"{state}; for {feature}", "info", install_command(extra))
         else:
             yield Check(section, extra, f"installed; for {feature}")
 
 
-def _install_command(extra: str) -> str:
+def install_command(extra: str) -> str:
     """Return the command that installs an extra: in a checkout by its name, elsewhere by its requirements."""
     if not IN_CHECKOUT:
         command = f"pip install {' '.join(requirements_of(extra))}"

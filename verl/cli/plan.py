@@ -171,7 +171,7 @@ def _model_folders(config: Any) -> tuple[dict[str, str], list[str]]:
             folders[path] = str(local.parent)
         elif local.exists() or not is_hub_id(path):
             folders[path] = resolve_model_path(path, key)
-        elif (cached := _hub_config(path, key, download=known_name(path) is None)) is not None:
+        elif (cached := hub_config(path, key, download=known_name(path) is None)) is not None:
             folders[path] = cached
         else:
             notes.append(f"{path} is not on this machine: planned with the known shape of {known_name(path)}.")
@@ -180,7 +180,7 @@ def _model_folders(config: Any) -> tuple[dict[str, str], list[str]]:
     return folders, list(dict.fromkeys(notes))
 
 
-def _hub_config(name: str, key: str, download: bool) -> str | None:
+def hub_config(name: str, key: str, download: bool) -> str | None:
     """Return the local folder with the config.json of a hub model; `download`: fetch it if it is not in the cache."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 

@@ -18,7 +18,7 @@ _HYDRA_OVERRIDE = "override "
 @functools.cache
 def groups(root: str = ROOT) -> dict[str, tuple[str, ...]]:
     """Return the groups (`algorithm`, `critic`, …) of the file `root` with their options (`ppo`, `grpo`, …)."""
-    items = _read(CONFIG_DIR / f"{root}.yaml").get("defaults", [])
+    items = read_yaml(CONFIG_DIR / f"{root}.yaml").get("defaults", [])
     selected = sorted(str(name) for item in items if not isinstance(item, str) for name in item)
     folders = [CONFIG_DIR / name for name in selected if not name.startswith(_HYDRA_OVERRIDE)]
     return {path.name: tuple(sorted(file.stem for file in path.glob("*.yaml"))) for path in folders}
@@ -27,10 +27,10 @@ def groups(root: str = ROOT) -> dict[str, tuple[str, ...]]:
 @functools.cache
 def alternatives(group: str, root: str = ROOT) -> tuple[dict[str, Any], ...]:
     """Return the values of each non-default option of a group, as nested plain values."""
-    items = _read(CONFIG_DIR / f"{root}.yaml").get("defaults", [])
+    items = read_yaml(CONFIG_DIR / f"{root}.yaml").get("defaults", [])
     default = next((item[group] for item in items if not isinstance(item, str) and group in item), None)
     others = [option for option in groups(root).get(group, ()) if option != default]
-    return tuple(_read(CONFIG_DIR / group / f"{option}.yaml") for option in others)
+    return tuple(read_yaml(CONFIG_DIR / group / f"{option}.yaml") for option in others)
 
 
 def default_tree(options: Mapping[str, str] | None = None, root: str = ROOT) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _values(root: str, options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
 def _load(file: Path, options: Mapping[str, str]) -> dict[str, Any]:
     """Load a file on top of the group options and files in its `defaults` list."""
-    content = dict(_read(file))
+    content = dict(read_yaml(file))
     tree: dict[str, Any] = {}
     for item in content.pop("defaults", []):
         if isinstance(item, str):
@@ -83,7 +83,7 @@ def merge(base: Any, override: Any) -> Any:
 
 
 @functools.cache
-def _read(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, Any]:
     values = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     assert isinstance(values, dict)
     return values

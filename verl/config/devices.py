@@ -122,7 +122,7 @@ class MemoryState:
 def memory_state() -> MemoryState:
     """Read the state of this machine now."""
     return MemoryState(
-        host_memory_available(), host_memory_total(), oom_kills(_cgroup_counters()), oom_kills([Path("/proc/vmstat")])
+        host_memory_available(), host_memory_total(), oom_kills(cgroup_counters()), oom_kills([Path("/proc/vmstat")])
     )
 
 
@@ -137,7 +137,7 @@ def oom_kills(files: Sequence[Path]) -> int | None:
     return None
 
 
-def _cgroup_counters() -> list[Path]:
+def cgroup_counters() -> list[Path]:
     """Return files that may have the OOM kill counter of this process's memory cgroup (version 2 or 1), best first."""
     memberships, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
     files = []

@@ -33,7 +33,7 @@ class AsyncEngine:
 
     def __init__(self, engine: StepEngine, tokenizer: Callable[[], Any] | None = None) -> None:
         """`tokenizer` loads the tokenizer; called for the first request with stop strings or a grammar."""
-        self._engine = engine
+        self.engine = engine
         self.adapters: dict[str, Adapter] = {}
         """Loaded LoRA adapters, which requests select by name."""
         self._constraints = OutputConstraints(tokenizer)
@@ -43,7 +43,7 @@ class AsyncEngine:
         self._new: deque[Sequence] = deque()
         """Sequences that are not added to the engine yet."""
         self._aborting: list[Sequence] = []
-        self._streams: set[TokenStream] = set()
+        self.streams: set[TokenStream] = set()
         self._halted_by: set[str] = set()
         self._stepping = False
         self._closing = False
@@ -52,16 +52,16 @@ class AsyncEngine:
         self._next_arrival = 0
         self._finished_tokens = 0
         """Generated tokens of finished requests."""
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
 
     @property
     def version(self) -> int:
         """Version of the weights; written only while halted."""
-        return self._engine.version
+        return self.engine.version
 
     @version.setter
     def version(self, version: int) -> None:
-        self._engine.version = version
+        self.engine.version = version
 
     @property
     def unfinished(self) -> int:
@@ -123,7 +123,7 @@ class AsyncEngine:
         """Abort requests (None: all) before the next token; their futures return the partial outputs."""
         with self._changed:
             if ids is None:
-                sequences = self._all_unfinished()
+                sequences = self.all_unfinished()
             else:
                 sequences = [self._unfinished[name] for name in ids if name in self._unfinished]
             for sequence in sequences:
@@ -179,9 +179,9 @@ class AsyncEngine:
         """Reset the prefix cache; with `running`, also recompute the KV of running sequences. Only while halted."""
         with self._changed:
             if running:
-                self._engine.preempt_all()
+                self.engine.preempt_all()
             else:
-                self._engine.reset_prefix_cache()
+                self.engine.reset_prefix_cache()
 
     def fail(self, error: BaseException) -> None:
         """Fail every unfinished request with this error."""
@@ -199,8 +199,8 @@ class AsyncEngine:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
         error = RuntimeError("the rollout engine was closed before this request was finished.")
         for sequence in self._drop_all():
             _resolve(sequence, error)
@@ -210,13 +210,13 @@ class AsyncEngine:
     def _submit(self, requests: SequenceOf[Request], stream: TokenStream | None = None) -> list[Sequence]:
         sequences = []
         for request in requests:
-            self._engine.check(request)
+            self.engine.check(request)
             stop_check, grammar = self._constraints.stop_check(request), self._constraints.grammar(request)
             sequences.append(Sequence(request, 0, stop_check, grammar))
         with self._changed:
             self._enqueue(sequences)
             if stream is not None:
-                self._streams.add(stream)
+                self.streams.add(stream)
         for sequence in sequences:
             sequence.future.add_done_callback(partial(self._on_done, sequence, stream))
         return sequences
@@ -238,9 +238,9 @@ class AsyncEngine:
             self._next_arrival += 1
             self._unfinished[sequence.request.id] = sequence
         self._new.extend(sequences)
-        if self._thread is None and sequences:
-            self._thread = threading.Thread(target=self._run, name="rollout", daemon=True)
-            self._thread.start()
+        if self.thread is None and sequences:
+            self.thread = threading.Thread(target=self._run, name="rollout", daemon=True)
+            self.thread.start()
         self._changed.notify_all()
 
     def _adapter_of(self, request: Request) -> Adapter:
@@ -259,7 +259,7 @@ class AsyncEngine:
         """Runs in the thread that resolved or cancelled the future."""
         if stream is not None:
             with self._changed:
-                self._streams.discard(stream)
+                self.streams.discard(stream)
             notify_streams([stream])
         if future.cancelled():
             with self._changed:
@@ -286,9 +286,9 @@ class AsyncEngine:
             finished: list[Sequence] = []
             try:
                 if halted:
-                    finished = self._engine.drain()
-                elif self._engine.has_work:
-                    finished = self._engine.step()
+                    finished = self.engine.drain()
+                elif self.engine.has_work:
+                    finished = self.engine.step()
             except Exception as error:  # noqa: BLE001 - raised in every waiting caller; the thread must survive
                 for sequence in self._drop_all():
                     _resolve(sequence, error)
@@ -296,7 +296,7 @@ class AsyncEngine:
                 self._stepping = False
                 for sequence in finished:
                     self._discard(sequence)
-                streams = list(self._streams)
+                streams = list(self.streams)
                 self._changed.notify_all()
             for sequence in removed + finished:
                 _resolve(sequence)
@@ -309,7 +309,7 @@ class AsyncEngine:
         aborted = [s for s in self._aborting if self._unfinished.get(s.request.id) is s]
         self._aborting.clear()
         first_new = self._new[0].arrival if self._new else math.inf
-        self._engine.remove([s for s in aborted if s.arrival < first_new])
+        self.engine.remove([s for s in aborted if s.arrival < first_new])
         for sequence in aborted:
             sequence.done = True
             self._discard(sequence)
@@ -328,7 +328,7 @@ class AsyncEngine:
             if not sequence.done:
                 admitted.append(sequence)
         if admitted:
-            self._engine.add(admitted)
+            self.engine.add(admitted)
 
     def _may_admit(self) -> bool:
         return bool(self._new) and self._new[0].arrival <= self._last_admissible and not self._halted_by
@@ -337,21 +337,21 @@ class AsyncEngine:
         if self._closing or self._aborting:
             return True
         if self._halted_by:
-            return self._engine.in_flight
-        return self._engine.has_work or self._may_admit()
+            return self.engine.in_flight
+        return self.engine.has_work or self._may_admit()
 
     def _wait_until_halted(self) -> None:
-        self._changed.wait_for(lambda: self._closing or not (self._stepping or self._engine.in_flight))
+        self._changed.wait_for(lambda: self._closing or not (self._stepping or self.engine.in_flight))
 
     def _drop_all(self) -> list[Sequence]:
         """Remove all sequences from the engine and return them."""
         with self._changed:
-            dropped = self._all_unfinished()
+            dropped = self.all_unfinished()
             for sequence in dropped:
                 self._discard(sequence)
             self._new.clear()
             self._aborting.clear()
-            self._engine.clear()
+            self.engine.clear()
             self._changed.notify_all()
             return dropped
 
@@ -359,7 +359,7 @@ class AsyncEngine:
         """Whether a request that arrived up to `last` is unfinished."""
         return any(sequence.arrival <= last for sequence in self._unfinished.values())
 
-    def _all_unfinished(self) -> list[Sequence]:
+    def all_unfinished(self) -> list[Sequence]:
         with self._changed:
             return list(self._unfinished.values())
 

@@ -24,13 +24,13 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self._references = [0] * num_blocks
+        self.references = [0] * num_blocks
         # A stack: blocks with low numbers are allocated first.
-        self._uncached_free = list(range(num_blocks - 1, -1, -1))
+        self.uncached_free = list(range(num_blocks - 1, -1, -1))
         # Free blocks in the prefix cache, least recently used first.
-        self._cached_free: OrderedDict[int, None] = OrderedDict()
-        self._block_by_key: dict[_Key, int] = {}
-        self._key_by_block: list[_Key | None] = [None] * num_blocks
+        self.cached_free: OrderedDict[int, None] = OrderedDict()
+        self.block_by_key: dict[_Key, int] = {}
+        self.key_by_block: list[_Key | None] = [None] * num_blocks
         self._content_by_block = [0] * num_blocks
         self._last_content = 0
         self._epoch = 0
@@ -40,7 +40,7 @@ class BlockManager:
     @property
     def free_blocks(self) -> int:
         """Blocks that can be allocated, including cached ones without references."""
-        return len(self._uncached_free) + len(self._cached_free)
+        return len(self.uncached_free) + len(self.cached_free)
 
     def num_blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
@@ -52,15 +52,15 @@ class BlockManager:
         missing = self.num_blocks_for(len(sequence.token_ids)) + spare - self.free_blocks
         if missing <= 0:
             return True
-        return missing <= sum(self._references[block] > 0 for block in self._cached_prefix(sequence))
+        return missing <= sum(self.references[block] > 0 for block in self._cached_prefix(sequence))
 
     def allocate(self, sequence: Sequence) -> None:
         """Allocate blocks for all tokens of the sequence; sets `num_computed_tokens` to those found in the cache."""
-        references = self._references
+        references = self.references
         table = self._cached_prefix(sequence)
         for block in table:
             if references[block] == 0:
-                del self._cached_free[block]
+                del self.cached_free[block]
             references[block] += 1
         sequence.num_computed_tokens = len(table) * self.block_size
         if not sequence.output.token_ids:
@@ -86,7 +86,7 @@ class BlockManager:
         full, remainder = divmod(len(child.token_ids), self.block_size)
         child.block_table = parent.block_table[:full]
         for block in child.block_table:
-            self._references[block] += 1
+            self.references[block] += 1
         child.num_computed_tokens = parent.num_computed_tokens
         child.cached_blocks = parent.cached_blocks
         child.cached_content = parent.cached_content
@@ -98,14 +98,14 @@ class BlockManager:
         self.cache_full_blocks(sequence)
         # In reverse, so that the end of a prefix is evicted first.
         for block in reversed(sequence.block_table):
-            references = self._references[block] - 1
+            references = self.references[block] - 1
             assert references >= 0, f"block {block} was released twice"
-            self._references[block] = references
+            self.references[block] = references
             if references == 0:
-                if self._key_by_block[block] is None:
-                    self._uncached_free.append(block)
+                if self.key_by_block[block] is None:
+                    self.uncached_free.append(block)
                 else:
-                    self._cached_free[block] = None
+                    self.cached_free[block] = None
         sequence.block_table = []
         sequence.num_computed_tokens = 0
 
@@ -119,11 +119,11 @@ class BlockManager:
         full = min(sequence.num_computed_tokens, len(tokens)) // size
         for index in range(sequence.cached_blocks, full):
             key = (content, tuple(tokens[index * size : (index + 1) * size]))
-            block = self._block_by_key.get(key)
+            block = self.block_by_key.get(key)
             if block is None:
                 block = sequence.block_table[index]
-                self._block_by_key[key] = block
-                self._key_by_block[block] = key
+                self.block_by_key[key] = block
+                self.key_by_block[block] = key
                 self._last_content += 1
                 self._content_by_block[block] = self._last_content
             content = self._content_by_block[block]
@@ -134,10 +134,10 @@ class BlockManager:
         """Empty the prefix cache: the weights changed or the memory was released. Blocks in use stay allocated."""
         self._epoch += 1
         self._roots.clear()
-        self._block_by_key.clear()
-        self._key_by_block = [None] * self.num_blocks
-        self._uncached_free.extend(self._cached_free)
-        self._cached_free.clear()
+        self.block_by_key.clear()
+        self.key_by_block = [None] * self.num_blocks
+        self.uncached_free.extend(self.cached_free)
+        self.cached_free.clear()
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """Cached blocks of the sequence's prefix, without its last token, which must be computed for its logits."""
@@ -146,7 +146,7 @@ class BlockManager:
             return blocks
         size, content, tokens = self.block_size, self._root(sequence), sequence.token_ids
         for start in range(0, len(tokens) - size, size):
-            block = self._block_by_key.get((content, tuple(tokens[start : start + size])))
+            block = self.block_by_key.get((content, tuple(tokens[start : start + size])))
             if block is None:
                 break
             blocks.append(block)
@@ -163,12 +163,12 @@ class BlockManager:
 
     def _pop_free(self) -> int:
         """Allocate a free block: an uncached one if possible, else the least recently used cached one."""
-        if self._uncached_free:
-            block = self._uncached_free.pop()
+        if self.uncached_free:
+            block = self.uncached_free.pop()
         else:
-            block, _ = self._cached_free.popitem(last=False)
-            key, self._key_by_block[block] = self._key_by_block[block], None
+            block, _ = self.cached_free.popitem(last=False)
+            key, self.key_by_block[block] = self.key_by_block[block], None
             assert key is not None
-            del self._block_by_key[key]
-        self._references[block] = 1
+            del self.block_by_key[key]
+        self.references[block] = 1
         return block

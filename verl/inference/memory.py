@@ -24,9 +24,9 @@ class Region:
         self.device = torch.device(device)
         self.size = size
         self.held = True
-        self._range: _VirtualRange | None = None
+        self._range: VirtualRange | None = None
         if self.device.type == "cuda":
-            self._range = _VirtualRange(size, self.device)
+            self._range = VirtualRange(size, self.device)
             self.bytes = torch.as_tensor(self._range, device=self.device)
         else:
             self.bytes = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -97,7 +97,7 @@ class _Access(ctypes.Structure):
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
 
 
-class _VirtualRange:
+class VirtualRange:
     """Reserved addresses with memory mapped in chunks (the CUDA driver's virtual memory management)."""
 
     # Bytes per allocation: one of many GB can fail where chunks of this size do not.

@@ -49,13 +49,13 @@ class Scheduler:
         self._chunked_prefill = chunked_prefill
         # All running sequences must fit into one step of decodes.
         slots = min(max_num_seqs, max_num_batched_tokens)
-        self._free_slots = list(range(slots - 1, -1, -1))
+        self.free_slots = list(range(slots - 1, -1, -1))
         self._min_admissions = max(1, slots // _SLOTS_PER_ADMISSION)
         # May contain sequences that are done; they are dropped when they reach the head.
-        self._waiting: deque[Sequence] = deque()
-        self._decoding: dict[Sequence, None] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.decoding: dict[Sequence, None] = {}
         # The sequence with a partly computed prompt; no other is admitted before it is complete.
-        self._prefilling: Sequence | None = None
+        self.prefilling: Sequence | None = None
         self._launched: deque[_ScheduledStep] = deque()
         self.num_preempted = 0
         """Preemptions so far because the KV cache was full."""
@@ -102,7 +102,7 @@ class Scheduler:
             self._num_with_grammar += sequence.grammar is not None
             self._num_with_details += sequence.wants_details
             self._end_token_ids |= sequence.end_token_ids
-            self._waiting.append(sequence)
+            self.waiting.append(sequence)
 
     def remove(self, sequences: Iterable[Sequence]) -> None:
         """Drop waiting or running sequences; their tokens in flight are ignored."""
@@ -119,14 +119,14 @@ class Scheduler:
     def clear(self) -> None:
         """Drop all sequences and all launched steps."""
         self.preempt_all()
-        self.remove(self._waiting)
-        self._waiting.clear()
+        self.remove(self.waiting)
+        self.waiting.clear()
         self._launched.clear()
 
     @property
     def has_work(self) -> bool:
         """Whether there are unfinished sequences."""
-        return bool(self._decoding) or self._prefilling is not None or self._next_waiting() is not None
+        return bool(self.decoding) or self.prefilling is not None or self._next_waiting() is not None
 
     # ---------------------------------------------------------------- a step
 
@@ -234,8 +234,8 @@ class Scheduler:
     def _decodable(self) -> list[Sequence]:
         """Running sequences, except those with a grammar and a token in flight: their next mask is not known yet."""
         if not self._num_with_grammar:
-            return list(self._decoding)
-        return [sequence for sequence in self._decoding if sequence.grammar is None or not sequence.in_flight]
+            return list(self.decoding)
+        return [sequence for sequence in self.decoding if sequence.grammar is None or not sequence.in_flight]
 
     def _set_next_check(self, sequence: Sequence) -> None:
         """Decode without further checks until the blocks are full or the last token is due."""
@@ -249,12 +249,12 @@ class Scheduler:
 
     def _preempt_youngest(self) -> None:
         """Return the youngest running sequence to the head of the queue; its KV will be recomputed from its tokens."""
-        sequence, self._prefilling = self._prefilling, None
+        sequence, self.prefilling = self.prefilling, None
         if sequence is None:
-            sequence, _ = self._decoding.popitem()
+            sequence, _ = self.decoding.popitem()
         sequence.output.preemptions += 1
         self._deallocate(sequence)
-        self._waiting.appendleft(sequence)
+        self.waiting.appendleft(sequence)
 
     # ---------------------------------------------------------------- prefills
 
@@ -266,10 +266,10 @@ class Scheduler:
         chunks: list[_PrefillChunk] = []
         # Chunks that complete a prompt, by group: sequences with the same tokens sample from their last position.
         shared: dict[str, _PrefillChunk] = {}
-        if self._prefilling is not None and budget > 0:
-            budget -= self._plan_chunk(self._prefilling, budget, chunks, shared)
+        if self.prefilling is not None and budget > 0:
+            budget -= self._plan_chunk(self.prefilling, budget, chunks, shared)
         admit = admit and self._should_admit()
-        while admit and self._prefilling is None and self._free_slots:
+        while admit and self.prefilling is None and self.free_slots:
             sequence = self._next_waiting()
             # A preempted sequence may have a token in flight, which must be known before it continues.
             if sequence is None or sequence.in_flight:
@@ -292,13 +292,13 @@ class Scheduler:
 
     def _should_admit(self) -> bool:
         """Whether to admit waiting sequences now: prefills slow a step down, so a long queue is admitted in groups."""
-        free = len(self._free_slots)
-        return not self._decoding or free >= self._min_admissions or free >= len(self._waiting)
+        free = len(self.free_slots)
+        return not self.decoding or free >= self._min_admissions or free >= len(self.waiting)
 
     def _admit(self, sequence: Sequence, plan: StepPlan) -> None:
         """Move the head of the queue, whose blocks are allocated, into a slot of the batch."""
-        self._waiting.popleft()
-        slot = sequence.slot = self._free_slots.pop()
+        self.waiting.popleft()
+        slot = sequence.slot = self.free_slots.pop()
         self._set_next_check(sequence)
         plan.new_params.append((slot, sequence.params))
         if self._selects_adapters:
@@ -324,9 +324,9 @@ class Scheduler:
             if chunk.prefill.targets:
                 self._prompt_scored.append(sequence)
         if sequence.num_computed_tokens < len(sequence.token_ids):
-            self._prefilling = sequence
+            self.prefilling = sequence
             return len(token_ids)
-        self._prefilling = None
+        self.prefilling = None
         self._sample_from(chunk, sequence)
         if sequence.request.group:
             shared[sequence.request.group] = chunk
@@ -339,7 +339,7 @@ class Scheduler:
         chunk.prefill.samples.append(sequence.slot)
         chunk.samplers.append(sequence)
         sequence.in_flight += 1
-        self._decoding[sequence] = None
+        self.decoding[sequence] = None
         if len(sequence.token_ids) + 1 >= sequence.max_length:
             self._finishing.append(sequence)
 
@@ -347,14 +347,14 @@ class Scheduler:
 
     def _next_waiting(self) -> Sequence | None:
         """First unfinished sequence of the queue."""
-        waiting = self._waiting
+        waiting = self.waiting
         while waiting and waiting[0].done:
             waiting.popleft()
         return waiting[0] if waiting else None
 
     def _num_running(self) -> int:
         """Number of running sequences. An admission leaves as many blocks free: each may soon need one."""
-        return len(self._decoding) + (self._prefilling is not None)
+        return len(self.decoding) + (self.prefilling is not None)
 
     def _retire(self, sequence: Sequence) -> None:
         sequence.done = True
@@ -365,15 +365,15 @@ class Scheduler:
         self._num_with_grammar -= sequence.grammar is not None
         self._num_with_details -= sequence.wants_details
         if sequence.slot >= 0:
-            if sequence is self._prefilling:
-                self._prefilling = None
+            if sequence is self.prefilling:
+                self.prefilling = None
             else:
-                del self._decoding[sequence]
+                del self.decoding[sequence]
             self._deallocate(sequence)
 
     def _deallocate(self, sequence: Sequence) -> None:
         self.blocks.deallocate(sequence)
-        self._free_slots.append(sequence.slot)
+        self.free_slots.append(sequence.slot)
         sequence.slot = -1
         sequence.next_check = 0
 

@@ -54,7 +54,7 @@ def open_checkpoint(options: MergeOptions) -> Checkpoint:
     _check_backend(options, folder, is_verl_format, bool(files), core is not None)
     info = stored_model_info(folder) if is_verl_format else {}
     config_folder = _config_folder(folder, base)
-    config = _config(config_folder, info, options)
+    config = merged_config(config_folder, info, options)
     kind = _kind(config, info, options)
     if is_verl_format:
         _check_files(folder)
@@ -101,7 +101,7 @@ def _config_folder(folder: Path, base: Path | None) -> Path | None:
     return next((candidate for candidate in candidates if (candidate / "config.json").is_file()), None)
 
 
-def _config(config_folder: Path | None, info: Mapping[str, Any], options: MergeOptions) -> Any:
+def merged_config(config_folder: Path | None, info: Mapping[str, Any], options: MergeOptions) -> Any:
     from transformers import AutoConfig
 
     if config_folder is not None:

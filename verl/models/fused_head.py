@@ -85,7 +85,7 @@ def chunk_gradients_(
     return x if slope is None else x.mul_(slope)
 
 
-def _kernel_gradients(
+def kernel_gradients(
     logits: torch.Tensor,
     d_logits: torch.Tensor,
     labels: torch.Tensor,
@@ -205,7 +205,7 @@ class _LabelStatistics(torch.autograd.Function):
             )
             if has_kernels(logits):
                 d_logits = totals.buffer(logits)
-                _kernel_gradients(logits, d_logits, *statistics)
+                kernel_gradients(logits, d_logits, *statistics)
             else:
                 d_logits = chunk_gradients_(logits, *statistics).to(hidden.dtype)
             totals.add(rows, d_logits)

@@ -66,7 +66,7 @@ class Adapters:
         layer, separator, tensor = name.partition(_BASE)
         if separator and layer in self._layers:
             return f"{layer}.{tensor}"
-        return None if name in self._adapter_names else name
+        return None if name in self.adapter_names else name
 
     def plain(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the `tensors` by plain name, without those of adapters."""
@@ -141,7 +141,7 @@ class Adapters:
         for key in ("target_modules", "exclude_modules"):
             names = getattr(config, key)
             setattr(config, key, sorted(names) if isinstance(names, set) else names)
-        heads = sorted({name.partition(".")[0] for name in self._trained - self._adapter_names})
+        heads = sorted({name.partition(".")[0] for name in self._trained - self.adapter_names})
         config.modules_to_save = heads or None
         return config
 
@@ -172,7 +172,7 @@ class Adapters:
         for head in heads:
             hf.get_submodule(head).float().requires_grad_(True)
         self._trained = {name for name, parameter in hf.named_parameters() if parameter.requires_grad}
-        self._adapter_names = {name for name in self._trained if name.partition(".")[0] not in heads}
+        self.adapter_names = {name for name in self._trained if name.partition(".")[0] not in heads}
 
 
 def _peft() -> Any:

@@ -168,7 +168,7 @@ def model_shape(folder: str, model_config: Any, kind: ModelKind = "causal_lm") -
 
     Models that execute their own code (`trust_remote_code`) are not cached.
     """
-    key = None if model_config.trust_remote_code else _key(folder, model_config, kind)
+    key = None if model_config.trust_remote_code else cache_key(folder, model_config, kind)
     if key is None:
         return ModelShape.from_folder(folder, model_config, kind)
     file = cache_root() / "shapes" / f"{key}.json"
@@ -180,7 +180,7 @@ def model_shape(folder: str, model_config: Any, kind: ModelKind = "causal_lm") -
     return shape
 
 
-def _key(folder: str, model_config: Any, kind: str) -> str | None:
+def cache_key(folder: str, model_config: Any, kind: str) -> str | None:
     """Return the hash of everything that determines the shape: config.json, overrides, adapters, and the code."""
     config = Path(folder) / "config.json"
     if not config.is_file():

@@ -42,7 +42,7 @@ class _FileNames:
     pids_max: str = "pids.max"
 
 
-_V1 = _FileNames(
+V1 = _FileNames(
     1,
     "tasks",  # moves a single thread, without the lock over all of the machine's processes that cgroup.procs takes
     "memory.limit_in_bytes",
@@ -51,7 +51,7 @@ _V1 = _FileNames(
     "memory.oom_control",
     "memory.max_usage_in_bytes",
 )
-_V2 = _FileNames(2, "cgroup.procs", "memory.max", "memory.swap.max", "memory.current", "memory.events", "memory.events")
+V2 = _FileNames(2, "cgroup.procs", "memory.max", "memory.swap.max", "memory.current", "memory.events", "memory.events")
 
 
 class RunCgroup:
@@ -195,7 +195,7 @@ def _find_parents() -> tuple[_FileNames, list[str]]:
         missing = [name for name in _CONTROLLERS if name not in mounts or name not in cgroups]
         if missing:
             raise OSError(errno.ENOENT, f"the cgroup hierarchy {missing[0]} is not mounted")
-        return _V1, [_cgroup_path(mounts[name], cgroups[name]) for name in _CONTROLLERS]
+        return V1, [_cgroup_path(mounts[name], cgroups[name]) for name in _CONTROLLERS]
     if "" not in cgroups or "" not in mounts:
         raise OSError(errno.ENOENT, "no cgroup file system is mounted")
     own_path = _cgroup_path(mounts[""], cgroups[""])
@@ -205,7 +205,7 @@ def _find_parents() -> tuple[_FileNames, list[str]]:
     for name in _CONTROLLERS:
         if name not in enabled:
             raise OSError(errno.ENOENT, f"{parent} does not pass the {name} controller to its children")
-    return _V2, [parent]
+    return V2, [parent]
 
 
 def _mounts() -> dict[str, tuple[str, str]]:

@@ -50,7 +50,7 @@ def supervise(link: socket.socket, confinement: Confinement, cgroup: RunCgroup |
         link.close()
         run_and_exit(lambda: run_init(theirs, confinement, cgroup))
     theirs.close()
-    supervisor = _Supervisor(link, ours, init, RunProcesses(proc), confinement, cgroup)
+    supervisor = Supervisor(link, ours, init, RunProcesses(proc), confinement, cgroup)
     try:
         supervisor.serve()
     except (EOFError, ConnectionError, Cancelled):
@@ -59,7 +59,7 @@ def supervise(link: socket.socket, confinement: Confinement, cgroup: RunCgroup |
         supervisor.kill_run()
 
 
-class _Supervisor:
+class Supervisor:
     def __init__(
         self,
         link: socket.socket,
@@ -138,9 +138,9 @@ class _Supervisor:
             self._send_job({"start": start, "script": job["script"]}, job["names"], files, pipes, theirs)
             # A Python program reports its end on the channel. Its exit must be awaited only if files are fetched.
             awaited = [self._run_link] if start or job["fetch"] else [channel, self._run_link]
-            problem, message = self._wait_for_message(pipes, awaited, start_time + wall_s)
+            problem, message = self.wait_for_message(pipes, awaited, start_time + wall_s)
             if message == {"report": b""}:  # the channel was closed without a report: wait for the exit
-                problem, message = self._wait_for_message(pipes, [self._run_link], start_time + wall_s)
+                problem, message = self.wait_for_message(pipes, [self._run_link], start_time + wall_s)
             seconds = time.monotonic() - start_time
             if message is not None and "refused" in message:
                 refusal = f"this run could not be isolated: {message['refused']}"
@@ -185,7 +185,7 @@ class _Supervisor:
     def _status(self, problem: str | None, code: int) -> tuple[str, bytes]:
         """Return the status of a program, and a note to append to its stderr.
 
-        `problem`: why the program was killed (`_wait_for_message`); `code`: its return code.
+        `problem`: why the program was killed (`wait_for_message`); `code`: its return code.
         """
         if problem == "timeout" or code == -signal.SIGXCPU:
             return "timeout", b""
@@ -208,7 +208,7 @@ class _Supervisor:
             self._send_job({"start": [], "script": None}, [], [], pipes, theirs)
             while self._init is not None and problem is None:
                 # Limits hold between cells, too: a cell may have left processes running.
-                problem, message = self._wait_for_message(pipes, [self._link, self._run_link], None)
+                problem, message = self.wait_for_message(pipes, [self._link, self._run_link], None)
                 if message is not None and "cell" in message:
                     streams.send(self._link, *self._serve_cell(message, cells, pipes))
                 elif message is not None and "interrupt" not in message:  # late interrupts are ignored
@@ -227,10 +227,10 @@ class _Supervisor:
         with contextlib.suppress(OSError):
             streams.send(cells, {}, [cell["cell"].encode(errors="surrogatepass")])
         awaited = [cells, self._run_link]
-        problem, message = self._wait_for_message(pipes, awaited, start_time + cell["wall_s"])
+        problem, message = self.wait_for_message(pipes, awaited, start_time + cell["wall_s"])
         if problem in ("timeout", "interrupted"):
             self._interrupt()
-            second_problem, message = self._wait_for_message(pipes, awaited, time.monotonic() + _INTERRUPT_SECONDS)
+            second_problem, message = self.wait_for_message(pipes, awaited, time.monotonic() + _INTERRUPT_SECONDS)
             if second_problem in ("timeout", "interrupted"):
                 problem = f"{problem}, and it did not stop"
             elif second_problem is not None:
@@ -264,7 +264,7 @@ class _Supervisor:
 
     # -- limits --------------------------------------------------------------------------------------------------
 
-    def _wait_for_message(
+    def wait_for_message(
         self, pipes: Pipes, awaited: Sequence[socket.socket], deadline: float | None
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Transfer output and check limits until one of `awaited` has a message.

@@ -338,7 +338,7 @@ class _Zygote:
                     break
                 folder = self._supervisors.pop(pid, None)
                 if folder is not None:
-                    _remove(folder)
+                    remove_folder(folder)
                 if self._cgroups is not None and pid in self._run_cgroups:
                     self._old_cgroups.add(self._run_cgroups.pop(pid))
         if self._cgroups is not None:
@@ -361,7 +361,7 @@ class _Zygote:
             self._reap()
             time.sleep(0.002)
         if self._base is not None:
-            _remove(self._base)
+            remove_folder(self._base)
 
 
 def _create_base_folder() -> str:
@@ -372,7 +372,7 @@ def _create_base_folder() -> str:
             stale = os.path.join(parent, name)
             lock = _lock(stale)
             if lock is not None:
-                _remove(stale)
+                remove_folder(stale)
                 os.close(lock)
     while True:
         base = tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=parent)
@@ -417,7 +417,7 @@ def _lock(folder: str) -> int | None:
     return descriptor
 
 
-def _remove(folder: str) -> None:
+def remove_folder(folder: str) -> None:
     """Remove a folder, also if it contains unreadable or very deeply nested folders."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)

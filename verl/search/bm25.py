@@ -64,7 +64,7 @@ def build_bm25(corpus: Corpus, folder: Path) -> None:
     vocabulary: dict[str, int] = {}
     lengths, document_counts = _write_tokens(corpus, folder / _TOKENS, vocabulary)
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(document_counts)])
-    _write_scores(folder, lengths, document_counts, indptr)
+    write_scores(folder, lengths, document_counts, indptr)
     np.save(folder / _INDPTR, indptr)
     (folder / _TOKENS).unlink()
     (folder / "vocab.index.json").write_text(json.dumps(vocabulary, ensure_ascii=False))
@@ -114,7 +114,7 @@ def _write_tokens(corpus: Corpus, file: Path, vocabulary: dict[str, int]) -> tup
     return lengths, document_counts
 
 
-def _write_scores(folder: Path, lengths: np.ndarray, document_counts: np.ndarray, indptr: np.ndarray) -> None:
+def write_scores(folder: Path, lengths: np.ndarray, document_counts: np.ndarray, indptr: np.ndarray) -> None:
     """Second pass: write scores and documents, column by column (token), documents in ascending order.
 
     `indptr` [tokens + 1]: first entry of each column. A batch of documents continues every column where the previous

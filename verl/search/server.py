@@ -73,11 +73,11 @@ class SearchServer:
 
     async def _retrieve(self, request: Request) -> Response:
         query = await self._parser.parse(RetrieveRequest, request_body(request))
-        results = await self._search(query.queries, query.topk or self._retriever.topk)
+        results = await self.search(query.queries, query.topk or self._retriever.topk)
         self._query_count += len(query.queries)
         return StreamingResponse(_response_chunks(results, query.return_scores), media_type="application/json")
 
-    async def _search(self, queries: list[str], topk: int) -> list[list[Hit]]:
+    async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
         if sum(len(waiting) for waiting, _, _ in self._waiting) > MAX_WAITING:
             raise HttpError(503, "too many queries are waiting. Try again later.")
         answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()

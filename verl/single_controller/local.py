@@ -120,6 +120,11 @@ class LocalWorkerGroup(WorkerGroup):
     def handle(self, rank: int) -> RankHandle:
         return LocalRankHandle(self._host, self.role)
 
+    @property
+    def worker(self) -> Any:
+        """The worker of this group's role; it is in this process."""
+        return self._host.workers[self.role]
+
     def shutdown(self) -> None:
         self._host = LocalRankHost()
 

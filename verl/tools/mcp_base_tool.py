@@ -192,7 +192,7 @@ class McpServer:
             if self._connection is connection:
                 self._connection = None
                 logger.warning("MCP server %s (%s) lost connection: %s", self.name, self.address, self._describe(error))
-                self._start_task(connection.close())
+                self.start_task(connection.close())
 
     async def _list_tools(self) -> list[OpenAIFunctionToolSchema]:
         connection = await self._get_connection()
@@ -218,9 +218,9 @@ class McpServer:
     def _recheck(self, connection: _Connection) -> None:
         """Ping the server in the background; calls that start before the result is known ping it first, too."""
         connection.last_used = -math.inf
-        self._start_task(self._drop_if_dead(connection))
+        self.start_task(self._drop_if_dead(connection))
 
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -79,12 +79,12 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
     with attach_resume_hint(config.trainer):
         if wants_supervision(config, supervised):
             attempt = supervise(config, lambda head: ensure_head(config, head), stop_head)
-            stopped_by = _run_on_ray(attempt.config, runner_class, attempt.head, supervised)
+            stopped_by = run_on_ray(attempt.config, runner_class, attempt.head, supervised)
         else:
             with before_first_step():
                 head = start_head(config)  # sets environment variables that Ray reads when it is imported
             try:
-                stopped_by = _run_on_ray(config, runner_class, head, supervised)
+                stopped_by = run_on_ray(config, runner_class, head, supervised)
             finally:
                 stop_head(head)
         if stopped_by is not None:
@@ -93,7 +93,7 @@ def run_ppo(config: Config, task_runner_class: Any = None, supervised: bool = Fa
             log_finished(config.trainer, "actor", merge_backend=_merge_backend(config))
 
 
-def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
+def run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool) -> str | None:
     """Run the TaskRunner as a Ray actor, show its progress and handle stop signals. Returns None if the run has
     finished; else the signal that stopped it, or a message if a step was given up because of it.
 
@@ -105,10 +105,10 @@ def _run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: boo
 
         starts_ray = not ray.is_initialized()
         with show_startup(config.trainer.console == LINE), startup_phase("Ray"):
-            processes = _start_ray(config, head)
+            processes = start_ray(config, head)
         output = ControllerOutput(_class_name(runner_class)) if config.trainer.console == LINE else None
         try:
-            runner = _create_runner(runner_class)
+            runner = create_runner(runner_class)
         except (KeyboardInterrupt, SystemExit):
             processes.kill()
             raise
@@ -149,7 +149,7 @@ def _status(monitor: ControllerMonitor, output: ControllerOutput | None) -> Stat
     return monitor.status or (StatusSnapshot(0, 0) if has_started else None)
 
 
-def _start_ray(config: PPOConfig, head: Any) -> RayProcesses:
+def start_ray(config: PPOConfig, head: Any) -> RayProcesses:
     trainer = config.trainer
     used = {config.role_mapping[role] for role in active_roles(config)}
     pools = [pool for name, pool in config.resource_pool_spec.items() if name in used]
@@ -164,7 +164,7 @@ def _start_ray(config: PPOConfig, head: Any) -> RayProcesses:
     )
 
 
-def _create_runner(runner_class: Any) -> Any:
+def create_runner(runner_class: Any) -> Any:
     """Return an actor of this class, plain or remote."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -37,7 +37,7 @@ _MANIFEST = "manifest.json"
 # Files and folders of entries that may be rewritten, and whose content Inductor checks when it reads them.
 _REWRITTEN, _CHECKED = (".lock", ".best_config", ".autotune.json"), ("aotautograd", "fxgraph", "locks")
 # Locks of the folders that this process uses; they are held until it ends.
-_locks: dict[str, IO[bytes]] = {}
+locks: dict[str, IO[bytes]] = {}
 
 
 def open_compile_cache(max_bytes: int = MAX_BYTES) -> Path | None:
@@ -54,8 +54,8 @@ def open_compile_cache(max_bytes: int = MAX_BYTES) -> Path | None:
     folder = root / _versions()
     try:
         _create_private(root)
-        if folder.name not in _locks:
-            _locks[folder.name] = _lock_and_check(folder, max_bytes)
+        if folder.name not in locks:
+            locks[folder.name] = _lock_and_check(folder, max_bytes)
             _remove_other_versions(root, folder.name, max_bytes)
     except OSError as error:  # a full or read-only disk, or a file system without locks, only costs time
         logger.warning("compiled kernels are not kept in %s: %s", folder, error)

@@ -60,7 +60,7 @@ def copy_to_local(
     elif "://" in location and local == location:
         path = _copy_from_url(location, cache_root(cache_dir), key, always_recopy)
     elif is_hub_id(location):
-        path = _download_from_hub(HubRepo(location, repo_type), revision, cache_dir, key)
+        path = download_from_hub(HubRepo(location, repo_type), revision, cache_dir, key)
     else:
         raise ValueError(f"{key}: there is no {local!r} (looked at {os.path.abspath(local)}). Check the path.")
     return _copy_to_shared_memory(Path(path)) if use_shm else path
@@ -287,7 +287,7 @@ def _hub_problem(repo: HubRepo, error: Exception, cache: Path | None = None) -> 
     )
 
 
-def _download_from_hub(repo: HubRepo, revision: str | None, cache_dir: str | os.PathLike[str] | None, key: str) -> str:
+def download_from_hub(repo: HubRepo, revision: str | None, cache_dir: str | os.PathLike[str] | None, key: str) -> str:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError
 

@@ -253,23 +253,23 @@ class BackgroundWork:
 WorkSource = Callable[[], BackgroundWork | None]
 """Returns the current work, or None."""
 
-_work_sources: list[WorkSource] = []
+work_sources: list[WorkSource] = []
 
 
 def add_work_source(source: WorkSource) -> None:
     """Register a source of background work."""
-    _work_sources.append(source)
+    work_sources.append(source)
 
 
 def remove_work_source(source: WorkSource) -> None:
     """Unregister a source; unknown sources are ignored."""
-    if source in _work_sources:
-        _work_sources.remove(source)
+    if source in work_sources:
+        work_sources.remove(source)
 
 
 def current_work() -> BackgroundWork | None:
     """Return the work of the first source that has any."""
-    return next(filter(None, (source() for source in list(_work_sources))), None)
+    return next(filter(None, (source() for source in list(work_sources))), None)
 
 
 # -------------------------------------------------------------------- other processes

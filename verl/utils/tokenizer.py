@@ -139,27 +139,27 @@ class TextWorkers:
         """
         self.seconds, self._memory = seconds, memory
         initializer = partial(_load, load_tokenizer, functions)
-        self._pool = ProcessPool(
+        self.pool = ProcessPool(
             _PROCESSES, initializer=initializer, memory_limit=memory, max_growth=_MAX_GROWTH, prefork=True
         )
         self._start_lock = threading.Lock()
-        self._started = False
+        self.started = False
         self._heavy_slots = asyncio.Semaphore(_MAX_HEAVY)
         self._num_waiting = 0
 
     def start(self) -> None:
         """Start the processes and wait until the tokenizer is loaded. Raises the error that prevents it."""
         with self._start_lock:
-            if not self._started:
-                self._pool.submit(_run, _do_nothing, ()).result()  # raises errors of `_load`
-                self._started = True
+            if not self.started:
+                self.pool.submit(_run, _do_nothing, ()).result()  # raises errors of `_load`
+                self.started = True
 
     async def call(self, function: Callable[..., T], *arguments: Any, heavy: bool = False) -> T:
         """Return `function(tokenizer, *arguments)`, or raise its exception, TextWorkLimit or TextWorkersBusy.
 
         The function and its arguments are pickled. If the caller is cancelled, the work continues up to its limits.
         """
-        if not self._started:
+        if not self.started:
             await asyncio.to_thread(self.start)
         if not heavy:
             return await self._result(self._submit(function, arguments))
@@ -182,10 +182,10 @@ class TextWorkers:
 
     def close(self) -> None:
         """End the processes. Calls in progress raise PoolClosed."""
-        self._pool.close()
+        self.pool.close()
 
     def _submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Future[Any]:
-        return self._pool.submit(_run, function, arguments, timeout=self.seconds)
+        return self.pool.submit(_run, function, arguments, timeout=self.seconds)
 
     async def _result(self, future: Future[Any]) -> Any:
         try:

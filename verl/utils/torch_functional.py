@@ -204,7 +204,7 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         log_norm = torch.empty(labels.numel(), dtype=_compute_dtype(logits), device=logits.device)
-        for rows, block in _row_blocks(logits):
+        for rows, block in row_blocks(logits):
             log_norm[rows] = torch.logsumexp(block.to(log_norm.dtype), dim=-1)
         ctx.save_for_backward(logits, labels, log_norm)
         label_logits = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -215,7 +215,7 @@ class _LogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits, labels, log_norm = ctx.saved_tensors
         grad, upstream, targets = _flat_grad(logits), grad_output.reshape(-1, 1), labels.reshape(-1, 1)
-        for rows, block in _row_blocks(logits):
+        for rows, block in row_blocks(logits):
             derivative = (block.to(log_norm.dtype) - log_norm[rows, None]).exp_().neg_()
             derivative.scatter_add_(-1, targets[rows], torch.ones_like(log_norm[rows, None]))
             grad[rows] = _scale_rows(derivative, upstream[rows])
@@ -229,7 +229,7 @@ class _Entropy(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
         shape = logits.shape[:-1]
         entropy = torch.empty(shape.numel(), dtype=_compute_dtype(logits), device=logits.device)
-        for rows, block in _row_blocks(logits):
+        for rows, block in row_blocks(logits):
             log_p = torch.log_softmax(block.to(entropy.dtype), dim=-1)
             entropy[rows] = -_times_probability(log_p, log_p).sum(dim=-1)
         ctx.save_for_backward(logits, entropy)
@@ -240,13 +240,13 @@ class _Entropy(torch.autograd.Function):
     def backward(ctx: Any, grad_output: torch.Tensor) -> torch.Tensor:
         logits, entropy = ctx.saved_tensors
         grad, upstream = _flat_grad(logits), grad_output.reshape(-1, 1)
-        for rows, block in _row_blocks(logits):
+        for rows, block in row_blocks(logits):
             log_p = torch.log_softmax(block.to(entropy.dtype), dim=-1)
             grad[rows] = _scale_rows(_times_probability(log_p, log_p + entropy[rows, None]), -upstream[rows])
         return grad.view(logits.shape)
 
 
-def _row_blocks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+def row_blocks(logits: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """Views of at most `BLOCK_ELEMENTS` of `logits` [..., vocab] as [rows, vocab], with their slice of all rows."""
     vocab = logits.shape[-1]
     size = max(1, BLOCK_ELEMENTS // max(1, vocab))

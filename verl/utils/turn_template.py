@@ -114,9 +114,9 @@ class TurnTemplate:
         self._plain_end = plain[len(self._inner) :]
         self._ends: dict[str, str] = {}
         if self._style is not None:
-            self._ends["user"] = self._ends["tool"] = self._find_end([_USER])
+            self._ends["user"] = self._ends["tool"] = self.find_end([_USER])
             if self._style.tool_role:
-                self._ends["tool"] = self._find_end([tool_message(self.tool_name, "!")])
+                self._ends["tool"] = self.find_end([tool_message(self.tool_name, "!")])
 
     @property
     def style(self) -> CallStyle:
@@ -229,7 +229,7 @@ class TurnTemplate:
         closing = closing_tokens(last, self._text_after(self._plain_answer, [_USER]), self.special_tokens)
         return closing[-2].string[: closing[-1].start()] if len(closing) > 1 else ""
 
-    def _find_end(self, replies: Messages) -> str:
+    def find_end(self, replies: Messages) -> str:
         """The end token of a turn before these replies; "": none."""
         answer = self.style.answer(self._marker, replies)
         last, after = self._text_after(answer), self._text_after(answer, self.style.to_template_format(replies))

@@ -22,12 +22,12 @@ from verl.viewer.server import STATIC, run_names
 
 MAX_BYTES = 20_000_000
 # Every file after those that it imports.
-_MODULES = (
+MODULES = (
     "dom.js", "api.js", "chart.js", "health.js", "overview.js", "groups.js", "answer.js", "rows.js", "timeline.js",
     "validation.js", "app.js",
 )  # fmt: skip
-_IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
-_EXPORT = re.compile(r"^export (?=const|function|async function|class)", re.MULTILINE)
+IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
+EXPORT = re.compile(r"^export (?=const|function|async function|class)", re.MULTILINE)
 # Steps with groups and responses, evenly spaced, and timelines around the newest step; as far as they fit.
 _MAX_STEPS = 8
 _MAX_TIMELINE_STEPS = 20
@@ -181,7 +181,7 @@ def _key(query: str, **parameters: Any) -> str:
 
 
 def _page(entries: dict[str, str], omissions: str) -> str:
-    script = "".join(_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text())) for name in _MODULES)
+    script = "".join(EXPORT.sub("", IMPORT.sub("", (STATIC / name).read_text())) for name in MODULES)
     style = (STATIC / "style.css").read_text()
     # `<` cannot end the element or begin a comment: names of runs are data.
     data = json.dumps({"data": entries, "omissions": omissions}).replace("<", "\\u003c")

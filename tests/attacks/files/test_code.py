@@ -104,10 +104,10 @@ def test_files_outside_of_a_checkpoint_are_not_read(name: str, path: str, tmp_pa
 
 
 def test_a_manifest_that_leads_out_of_its_step_is_damaged(tmp_path: Path) -> None:
-    from verl.utils.checkpoint.manifest import FileRecord, Manifest, _encode, decode_manifest
+    from verl.utils.checkpoint.manifest import FileRecord, Manifest, decode_manifest, encode_manifest
 
     for name in ("../secret", "/etc/hostname", "actor/../../secret"):
-        content = _encode(Manifest(1, 1, {name: FileRecord(1, 1)}))
+        content = encode_manifest(Manifest(1, 1, {name: FileRecord(1, 1)}))
         with pytest.raises(ValueError, match=rf"^manifest\.json: .*{re.escape(repr(name))}"):
             decode_manifest(content)
 

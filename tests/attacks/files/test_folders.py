@@ -89,7 +89,7 @@ def _end_tokens(folder: Path) -> Any:
 
 def _merger(folder: Path) -> Any:
     from verl.model_merger import MergeOptions
-    from verl.model_merger.checkpoint import _config as merged_config
+    from verl.model_merger.checkpoint import merged_config
 
     return merged_config(folder, {}, MergeOptions(backend="fsdp", local_dir=str(folder)))
 
@@ -206,9 +206,9 @@ def _loops(path: Path) -> Any:
 
 
 def _compose(path: Path) -> Any:
-    from verl.config.compose import _read
+    from verl.config.compose import read_yaml
 
-    return _read(path)
+    return read_yaml(path)
 
 
 @pytest.mark.parametrize("load", [_class_list, _loops, _compose], ids=lambda f: f.__name__)

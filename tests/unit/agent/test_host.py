@@ -156,7 +156,7 @@ def test_reported_partial_outputs_join_to_the_beginning_of_the_output(
     whole = whole_outputs(two, prompts)
     slow = SlowEngines(monkeypatch, steps=8)
     two.start(prompts)
-    two.host._next_partials = 0.0
+    two.host.next_partials = 0.0
     known: dict[str, Any] = {}
     reports = 0
     while not reports > 2 * len(known) == 2 * len(prompts):  # in several parts
@@ -227,7 +227,7 @@ def test_finishing_a_job_cancels_its_rows_only_and_empties_the_engines(two: Agen
     two.start(prompts)
     assert len(two.collect(len(prompts))) == 4
     assert two.host.partials("endless") == {}
-    while any(two.engine(number)._loop._all_unfinished() for number in range(2)):
+    while any(two.engine(number).loop.all_unfinished() for number in range(2)):
         time.sleep(0.001)
 
 
@@ -306,7 +306,7 @@ def test_a_failed_engine_is_reported_as_a_lost_replica(
     prompts = single_turns(task)
     two.start(prompts, two.handles[:1])
     while not (reply := two.host.collect(two.host.id, 0.1, False)[0]).lost_replica:
-        two.engine()._loop.fail(RuntimeError("the kernel failed"))
+        two.engine().loop.fail(RuntimeError("the kernel failed"))
     assert reply.lost_replica == "RuntimeError: the kernel failed"
     slow.resume.set()
     with pytest.raises(WorkerCallError, match="RuntimeError: the kernel failed"):

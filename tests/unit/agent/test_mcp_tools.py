@@ -88,8 +88,8 @@ async def test_tools_over_stdio_are_listed_called_and_survive_their_server(
         await asyncio.sleep(1)
         await work
 
-    begun = McpServer._start_task
-    monkeypatch.setattr(McpServer, "_start_task", lambda server, work: begun(server, late(work)))
+    begun = McpServer.start_task
+    monkeypatch.setattr(McpServer, "start_task", lambda server, work: begun(server, late(work)))
     config = tool_file(
         tmp_path, {"local": STDIO}, mcp={"tool_selected_list": ["add", "process", "slow", "broken", "search"]}
     )

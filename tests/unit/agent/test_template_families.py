@@ -133,7 +133,7 @@ def test_the_strict_check_finds_duplicated_lost_and_leaked_tokens(family, broken
 def test_the_strict_check_finds_a_wrongly_detected_end_token(family, template, wrong, monkeypatch):
     tokenizer, kwargs = chat_tokenizer(family), {"chat_template": ALTERNATING} if template else {}
     stops = tokenizer.convert_tokens_to_ids(FAMILIES[family].stops)
-    monkeypatch.setattr(TurnTemplate, "_find_end", lambda *_: wrong)
+    monkeypatch.setattr(TurnTemplate, "find_end", lambda *_: wrong)
     chat = Chat(tokenizer, None, stops, **kwargs)
     with pytest.raises(ValueError, match=r"tokenization_sanity_check_mode = strict: .*\(different text\)"):
         chat.check("strict")

@@ -156,7 +156,7 @@ def test_an_engine_that_breaks_ends_the_call_and_says_why(two: AgentSetup, task:
     with ThreadPoolExecutor(1) as thread:
         call = thread.submit(two.agents.generate_sequences, prompts_of(task, 2, f"{HERE}.HangingLoop"), two.handles[:1])
         while not call.done():
-            two.engine()._loop.fail(RuntimeError("the kernel failed"))
+            two.engine().loop.fail(RuntimeError("the kernel failed"))
         with pytest.raises(WorkerCallError, match="EngineLostError: RuntimeError: the kernel failed"):
             call.result()
     with pytest.raises(WorkerCallError, match="RuntimeError: the kernel failed"):

@@ -35,7 +35,7 @@ def project(tmp_path_factory):
 @pytest.fixture
 def overrides(project, monkeypatch):
     monkeypatch.chdir(project)
-    monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))  # reward.py registers a function
+    monkeypatch.setattr(registry, "SCORE_FUNCTIONS", dict(registry.SCORE_FUNCTIONS))  # reward.py registers a function
     return [
         "algorithm=grpo",
         "data.train_files=data/train.parquet",
@@ -85,7 +85,7 @@ def test_an_invalid_configuration_has_exit_code_2(capsys):
 
 def test_a_configuration_file_with_some_blocks(project, monkeypatch, capsys):
     monkeypatch.chdir(project)
-    monkeypatch.setattr(registry, "_TABLE", dict(registry._TABLE))
+    monkeypatch.setattr(registry, "SCORE_FUNCTIONS", dict(registry.SCORE_FUNCTIONS))
     # A file of its own: reward.py is loaded once per process, and its registration ended with another test.
     (project / "own_reward.py").write_text((project / "reward.py").read_text())
     (project / "mine.yaml").write_text(

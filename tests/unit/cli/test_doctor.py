@@ -28,12 +28,12 @@ def test_the_command_reports_this_machine_as_json():
 def _quick(monkeypatch):
     """torch is not tried in another process."""
     found = {"version": "2.13", "cuda": None, "names": [], "memory": []}
-    monkeypatch.setattr(doctor, "_try_torch", lambda: (found, ""))
+    monkeypatch.setattr(doctor, "try_torch", lambda: (found, ""))
 
 
 @pytest.mark.usefixtures("_quick")
 def test_a_broken_torch_fails(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_try_torch", lambda: (None, "ImportError: libcudart"))
+    monkeypatch.setattr(doctor, "try_torch", lambda: (None, "ImportError: libcudart"))
     assert doctor.main([]) == 1
     printed = capsys.readouterr().out
     assert "libcudart" in printed
@@ -52,7 +52,7 @@ def test_a_missing_or_old_package_fails_with_the_command(monkeypatch):
     from packaging.requirements import Requirement
 
     wanted = [Requirement("no-such-package>=1"), Requirement("packaging>=999")]
-    monkeypatch.setattr(doctor, "_requirements", lambda extra=None: wanted)
+    monkeypatch.setattr(doctor, "package_requirements", lambda extra=None: wanted)
     failed = [check for check in doctor.check_versions() if check.status == "failed"]
     assert [check.name for check in failed] == ["no-such-package", "packaging"]
     assert failed[0].remedy == 'pip install "no-such-package>=1"'
@@ -62,7 +62,7 @@ def test_a_missing_or_old_package_fails_with_the_command(monkeypatch):
 def test_missing_extras_name_feature_and_command(monkeypatch):
     from packaging.requirements import Requirement
 
-    monkeypatch.setattr(doctor, "_requirements", lambda extra=None: [Requirement("no-such-package>=1")])
+    monkeypatch.setattr(doctor, "package_requirements", lambda extra=None: [Requirement("no-such-package>=1")])
     lora = next(check for check in doctor.check_features() if check.name == "lora")
     assert lora.status == "info"
     assert "lora_rank" in lora.value
@@ -71,7 +71,7 @@ def test_missing_extras_name_feature_and_command(monkeypatch):
 
 def test_outside_of_a_checkout_the_command_installs_the_requirements_of_the_extra(monkeypatch):
     monkeypatch.setattr(doctor, "IN_CHECKOUT", False)
-    commands = {extra: doctor._install_command(extra) for extra in ("dashboard", "vllm")}
+    commands = {extra: doctor.install_command(extra) for extra in ("dashboard", "vllm")}
     assert commands["dashboard"] == 'pip install "ray[default]>=2.50"'
     assert "separate environment" in commands["vllm"]
 

@@ -15,7 +15,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     monkeypatch.setattr("verl.config.devices.gpu_memory", lambda: None)
-    monkeypatch.setattr("verl.cli.plan._hub_config", lambda name, key, download: None)
+    monkeypatch.setattr("verl.cli.plan.hub_config", lambda name, key, download: None)
 
 
 @pytest.fixture

@@ -38,11 +38,11 @@ def test_only_post_requests_are_counted_and_only_activity_is_logged(caplog, monk
 
     log = ActivityLog(app, tokens=lambda: 0, unfinished=lambda: 2)
     asyncio.run(request("GET"))
-    assert log._requests == 0
+    assert log.requests == 0
     with log:
         asyncio.run(request("POST"))
         while not caplog.messages:
             pass
-    assert log._requests == 1
+    assert log.requests == 1
     assert len(caplog.messages) == 1
     assert caplog.messages[0].endswith("2 unfinished")

@@ -84,7 +84,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def tokens_so_far(engine: AsyncEngine) -> int:
-    return max((len(s.output.token_ids) for s in engine._all_unfinished()), default=0)
+    return max((len(s.output.token_ids) for s in engine.all_unfinished()), default=0)
 
 
 def test_a_thousand_callers_await_their_answers_at_once(start):
@@ -97,7 +97,7 @@ def test_a_thousand_callers_await_their_answers_at_once(start):
     outputs = asyncio.run(everyone())
     assert all(right(one, output) for one, output in zip(asked, outputs, strict=True))
     assert [len(output.token_ids) for output in outputs] == [1 + i % 5 for i in range(1000)]
-    assert engine._all_unfinished() == []
+    assert engine.all_unfinished() == []
 
 
 def test_streams_give_the_tokens_as_they_come_and_together_the_answer(start):
@@ -118,7 +118,7 @@ def test_streams_give_the_tokens_as_they_come_and_together_the_answer(start):
                 getattr(whole, name).extend(getattr(piece, name))
         assert len(whole.token_ids) == 20
         assert right(one, whole)
-    assert not engine._streams
+    assert not engine.streams
 
 
 def test_a_stream_shows_the_first_tokens_before_the_answer_is_finished(start):
@@ -135,8 +135,8 @@ def test_a_stream_shows_the_first_tokens_before_the_answer_is_finished(start):
         return count
 
     assert 5 <= asyncio.run(read_some()) < 10_000
-    wait_for(lambda: engine._all_unfinished() == [])
-    assert not engine._streams, "closing the stream ended the request"
+    wait_for(lambda: engine.all_unfinished() == [])
+    assert not engine.streams, "closing the stream ended the request"
 
 
 def test_cancelling_one_awaiting_task_leaves_the_others_alone(start):
@@ -154,7 +154,7 @@ def test_cancelling_one_awaiting_task_leaves_the_others_alone(start):
         return await beside
 
     assert right(other, asyncio.run(both()))
-    wait_for(lambda: engine._all_unfinished() == [])
+    wait_for(lambda: engine.all_unfinished() == [])
 
 
 @pytest.mark.parametrize("steps_ahead", [0, 1])
@@ -166,7 +166,7 @@ def test_when_halt_returns_no_step_is_on_its_way_and_every_sampled_token_is_ther
     assert runner.on_their_way == 0
     steps = runner.steps
     assert tokens_so_far(engine) == steps
-    assert engine._all_unfinished()[0].in_flight == 0
+    assert engine.all_unfinished()[0].in_flight == 0
     time.sleep(0.05)
     assert runner.steps == steps
     engine.halt("another reason")
@@ -199,7 +199,7 @@ def test_new_weights_between_two_steps_take_effect_at_the_next_token(start):
     asked = [request(f"r{i}", replace(PARAMS, key=i, max_new_tokens=60)) for i in range(6)]
     futures = engine.submit(asked)
     for version in (1, 2):
-        wait_for(lambda: tokens_so_far(engine) > 10 * version or not engine._all_unfinished())  # noqa: B023
+        wait_for(lambda: tokens_so_far(engine) > 10 * version or not engine.all_unfinished())  # noqa: B023
         engine.halt("update")
         runner.weights = version
         engine.invalidate_kv_cache()
@@ -278,7 +278,7 @@ def test_stop_strings_end_an_answer_and_need_a_tokenizer(start):
     stop = replace(PARAMS, max_new_tokens=40, stop=("<|user|>",))
     stopped = engine.submit([request("b", stop)])[0].result()
     assert (stopped.token_ids, stopped.finish_reason) == (free.token_ids[: end + 1], "stop")
-    bare = AsyncEngine(engine._engine)
+    bare = AsyncEngine(engine.engine)
     with pytest.raises(ValueError, match=r"'c': stop=\['<\|user\|>'\].*stop_token_ids"):
         bare.submit([request("c", stop)])
 
@@ -310,4 +310,4 @@ def test_callers_in_many_threads_with_aborts_and_updates_all_get_right_answers(s
         time.sleep(0.002)
     assert len(answers) >= 3 * 12 * 2
     assert all(right(one, output) for one, output in answers)
-    assert engine._all_unfinished() == []
+    assert engine.all_unfinished() == []

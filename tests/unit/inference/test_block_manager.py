@@ -195,7 +195,7 @@ class Traffic(RuleBasedStateMachine):
     def blocks_are_counted(self):
         held = Counter(block for sequence in self.alive for block in sequence.block_table)
         assert self.manager.free_blocks == self.manager.num_blocks - len(held)
-        assert [held[block] for block in range(self.manager.num_blocks)] == self.manager._references
+        assert [held[block] for block in range(self.manager.num_blocks)] == self.manager.references
         for sequence in self.alive:
             assert len(sequence.block_table) == self.manager.num_blocks_for(len(sequence.token_ids))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 
@@ -30,6 +28,10 @@ class Driver:
             self.mapped += 1
         elif name == "cuMemUnmap":
             self.mapped -= 1
+        elif name == "cuMemGetAllocationGranularity":
+            arguments[0]._obj.value = 2 << 20
+        elif name == "cuMemAddressReserve":
+            arguments[0]._obj.value = 1 << 40
 
 
 def test_memory_that_could_not_be_allocated_completely_is_freed(monkeypatch):
@@ -37,12 +39,18 @@ def test_memory_that_could_not_be_allocated_completely_is_freed(monkeypatch):
     monkeypatch.setattr(memory, "driver_call", driver.call)
     monkeypatch.setattr(memory, "record_mapped_bytes", lambda index, size: recorded.append(size))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (CHUNK * 8, CHUNK * 8))
-    addresses = object.__new__(memory._VirtualRange)
-    addresses._index, addresses._size, addresses._chunk = 0, 3 * CHUNK, CHUNK
-    addresses._location = memory._Location(1, 0)
-    addresses._properties = memory._AllocationProperties(type=1, location=addresses._location)
-    addresses._address, addresses._handles = ctypes.c_uint64(1 << 40), []
-    with pytest.raises(torch.cuda.OutOfMemoryError):
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)  # would create the context of the device
+    device = torch.device("cuda", 0)
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="gpu_memory_utilization"):
+        memory.VirtualRange(3 * CHUNK, device)
+    assert (driver.allocated, driver.mapped, sum(recorded)) == (0, 0, 0)
+    driver.limit = 3
+    addresses = memory.VirtualRange(3 * CHUNK, device)
+    assert (driver.allocated, driver.mapped, sum(recorded)) == (3, 3, 3 * CHUNK)
+    addresses.unmap()
+    driver.limit = 2
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="gpu_memory_utilization"):
         addresses.map()
     assert (driver.allocated, driver.mapped, sum(recorded)) == (0, 0, 0)
     driver.limit = 3

@@ -87,10 +87,10 @@ class House:
     def check(self) -> None:
         """What holds between any two events."""
         scheduler = self.engine.scheduler
-        running = list(scheduler._decoding) + ([scheduler._prefilling] if scheduler._prefilling else [])
-        waiting = [s for s in scheduler._waiting if not s.done]
+        running = list(scheduler.decoding) + ([scheduler.prefilling] if scheduler.prefilling else [])
+        waiting = [s for s in scheduler.waiting if not s.done]
         check_blocks(scheduler.blocks, running)
-        slots = [s.slot for s in running] + scheduler._free_slots
+        slots = [s.slot for s in running] + scheduler.free_slots
         assert sorted(slots) == list(range(len(slots)))
         assert all(s.slot == -1 and not s.block_table for s in self.everyone if s not in running)
         assert set(running) | set(waiting) == {s for s in self.everyone if not s.done}
@@ -105,15 +105,15 @@ class House:
 def check_blocks(blocks: BlockManager, holders: list[Sequence]) -> None:
     """Every block is blank, reusable or held, and counted exactly."""
     held = Counter(block for sequence in holders for block in sequence.block_table)
-    assert [held[block] for block in range(blocks.num_blocks)] == blocks._references
-    free = blocks._uncached_free + list(blocks._cached_free)
+    assert [held[block] for block in range(blocks.num_blocks)] == blocks.references
+    free = blocks.uncached_free + list(blocks.cached_free)
     assert len(free) == blocks.free_blocks
     assert sorted([*free, *held]) == list(range(blocks.num_blocks))
     assert all(len(set(sequence.block_table)) == len(sequence.block_table) for sequence in holders)
-    findable = {block for block in range(blocks.num_blocks) if blocks._key_by_block[block] is not None}
-    assert findable == set(blocks._block_by_key.values())
-    assert findable >= set(blocks._cached_free)
-    assert not findable & set(blocks._uncached_free)
+    findable = {block for block in range(blocks.num_blocks) if blocks.key_by_block[block] is not None}
+    assert findable == set(blocks.block_by_key.values())
+    assert findable >= set(blocks.cached_free)
+    assert not findable & set(blocks.uncached_free)
 
 
 @st.composite

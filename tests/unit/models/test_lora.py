@@ -23,7 +23,7 @@ def adapted(family="qwen2", kind="causal_lm", sizes=None, **keys):
 
 
 def layers_of(adapters):
-    return set(adapters._layers)
+    return set(adapters.layers)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2", "gemma2"])
@@ -33,9 +33,7 @@ def test_all_linear_means_what_peft_means_by_it(family):
         theirs = get_peft_model(tiny_model(family), LoraConfig(r=4, target_modules="all-linear"))
     wanted = {name for name, _ in theirs.named_parameters() if "lora_" in name}
     _, adapters = adapted(family)
-    assert {
-        adapters.peft_name(name).replace(".weight", ".default.weight") for name in adapters._adapter_names
-    } == wanted
+    assert {adapters.peft_name(name).replace(".weight", ".default.weight") for name in adapters.adapter_names} == wanted
 
 
 def test_a_model_has_the_same_names_as_without_adapters():

@@ -66,7 +66,7 @@ def test_damaged_entries_and_unusable_caches_only_cost_time(folder, cache, monke
 def test_models_with_their_own_code_are_not_cached(folder, cache):
     model_shape(folder, model_config("actor_rollout_ref.model.trust_remote_code=True"))
     assert not cache.exists()
-    assert catalog._key(folder + "/missing", model_config(), "causal_lm") is None
+    assert catalog.cache_key(folder + "/missing", model_config(), "causal_lm") is None
 
 
 @pytest.mark.parametrize("kind", ["causal_lm", "value", "sequence_classification"])

@@ -289,20 +289,20 @@ def test_lines_need_no_worker_after_their_tokens_are_fetched(monkeypatch):
     batch.lengths = SimpleNamespace(prompt=[3] * 8, response=[3] * 8)  # as a BatchRef, known without fetching
     options = RowOptions(tiny_tokenizer(), Redaction(), texts=True, max_bytes=0)
     step = RecordedStep(batch, 1, version=0, reward_names=(), options=options).fetch_tokens()
-    monkeypatch.delattr(RecordedStep, "_fetch")
+    monkeypatch.delattr(RecordedStep, "fetch")
     assert [line["score"] for line in step.lines()] == [3.0] * 8
 
 
 def test_the_sample_is_chosen_before_its_columns_are_fetched(tmp_path, monkeypatch):
     fetched: dict[str, int] = {}
-    fetch = RecordedStep._fetch
+    fetch = RecordedStep.fetch
 
     def counted(self: RecordedStep, tensors: Any, *rest: Any, **options: Any) -> DataProto:
         columns = fetch(self, tensors, *rest, **options)
         fetched.update({name: max(len(columns), fetched.get(name, 0)) for name in tensors})
         return columns
 
-    monkeypatch.setattr(RecordedStep, "_fetch", counted)
+    monkeypatch.setattr(RecordedStep, "fetch", counted)
     options = RowOptions(tiny_tokenizer(), Redaction(), texts=True, max_bytes=200)
     writer = RecordWriter(tmp_path / "record", {})
     step = RecordedStep(_step_batch(), 1, version=0, reward_names=(), options=options)

@@ -17,7 +17,7 @@ from verl.config.devices import DeviceUsage
 from verl.planning.phases import GB, DeviceMemory, MemoryPlan, PhaseMemory
 from verl.recording.writer import RecordWriter
 from verl.single_controller.base.worker import RankUsage
-from verl.trainer.common.recorder import RankPoll, _increase, _WarningHandler, events_of, planned_memory
+from verl.trainer.common.recorder import RankPoll, WarningHandler, events_of, increase, planned_memory
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery.supervisor import record_restart
 from verl.utils import progress
@@ -157,14 +157,14 @@ def test_the_planned_memory_is_comparable_with_the_measured_one():
 
 
 def test_increases_of_counters_are_unknown_after_a_restart():
-    assert (_increase(2, 5), _increase(5, 2), _increase(None, 2), _increase(2, None)) == (3, None, None, None)
+    assert (increase(2, 5), increase(5, 2), increase(None, 2), increase(2, None)) == (3, None, None, None)
 
 
 @pytest.mark.parametrize("texts", [True, False])
 def test_warnings_of_the_log_are_events_and_their_number_is_bounded(tmp_path, texts):
     writer, status = writer_of(tmp_path), RunStatus(10, done_steps=3)
     logger = logging.getLogger("verl.test_sources")
-    handler = _WarningHandler(writer, status, texts)
+    handler = WarningHandler(writer, status, texts)
     logger.addHandler(handler)
     try:
         for number in range(50):
@@ -182,7 +182,7 @@ def test_warnings_of_the_log_are_events_and_their_number_is_bounded(tmp_path, te
 
 def test_a_log_message_with_wrong_arguments_does_not_raise(tmp_path, capsys):
     writer = writer_of(tmp_path)
-    handler = _WarningHandler(writer, RunStatus(10), True)
+    handler = WarningHandler(writer, RunStatus(10), True)
     handler.emit(logging.LogRecord("verl.x", logging.WARNING, "x.py", 1, "count %d", ("a",), None))
     writer.close()
     assert "TypeError" in capsys.readouterr().err

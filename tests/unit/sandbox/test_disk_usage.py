@@ -11,7 +11,7 @@ import pytest
 
 from verl.sandbox.filesystem import MAX_FILES
 from verl.sandbox.usage import DiskUsage
-from verl.sandbox.zygote import _remove as remove
+from verl.sandbox.zygote import remove_folder as remove
 
 
 def over(folder: Path, open_files: Mapping[int, int] = MappingProxyType({}), mapped: Set[int] = frozenset()) -> bool:

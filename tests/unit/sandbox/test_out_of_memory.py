@@ -17,7 +17,7 @@ import pytest
 from verl.sandbox import Limits, Sandbox, available, cgroup, streams
 from verl.sandbox.program import FINISHED, Confinement
 from verl.sandbox.streams import Pipes, ProgramOutput
-from verl.sandbox.supervisor import _Supervisor
+from verl.sandbox.supervisor import Supervisor
 from verl.sandbox.types import Language
 from verl.sandbox.usage import RunProcesses
 
@@ -110,7 +110,7 @@ def test_a_program_that_is_killed_for_the_memory_of_others_has_not_exceeded_its_
 @contextlib.contextmanager
 def cgroup_of_files(folder: Path, version: int, counters: dict[str, str]) -> Iterator[cgroup.RunCgroup]:
     """A cgroup of ordinary files, with a limit of 72 MB."""
-    files = cgroup._V1 if version == 1 else cgroup._V2
+    files = cgroup.V1 if version == 1 else cgroup.V2
     for name in (files.procs, files.memory_max, files.pids_max):
         (folder / name).touch()
     (folder / files.memory_current).write_text("0\n")
@@ -138,14 +138,14 @@ def test_no_message_is_read_after_the_kernel_killed_a_process(sender: str, tmp_p
         run = stack.enter_context(cgroup_of_files(tmp_path, 1, KILLED_V1))
         pipes = stack.enter_context(Pipes(b"", ProgramOutput(100)))
         confinement = Confinement(namespaces=True, landlock=0, seccomp=False, own_user=True, paths=())
-        supervisor = _Supervisor(pairs["caller"][0], pairs["init"][0], 0, RunProcesses(None), confinement, run)
+        supervisor = Supervisor(pairs["caller"][0], pairs["init"][0], 0, RunProcesses(None), confinement, run)
         supervisor._limits = {"memory_mb": 64}
         if sender == "cell":
             pairs["cell"][1].sendall(FINISHED)
         else:
             streams.send(pairs[sender][1], {"code": 0} if sender == "init" else {"cell": "1"})
         awaited = [pairs[sender][0], pairs["init"][0]]
-        problem, message = supervisor._wait_for_message(pipes, awaited, time.monotonic() + 60)
+        problem, message = supervisor.wait_for_message(pipes, awaited, time.monotonic() + 60)
         assert (problem, message) == ("more than 64 MB of memory", None)
         assert pairs[sender][0].recv(1, socket.MSG_PEEK)
 

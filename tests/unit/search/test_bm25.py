@@ -79,7 +79,7 @@ def test_a_build_that_dies_leaves_nothing_that_looks_whole(tmp_path, monkeypatch
         raise OSError("disk full")
 
     with monkeypatch.context() as broken:
-        broken.setattr(bm25, "_write_scores", dies)
+        broken.setattr(bm25, "write_scores", dies)
         with pytest.raises(OSError, match="disk full"):
             open_retriever(str(path), index_path=str(kept))
     assert list(kept.glob("bm25-*")) == []

@@ -88,7 +88,7 @@ def test_models_that_want_words_before_a_text_get_them(encoder, tmp_path):
     plain, prefixed = dense.TextEncoder(str(encoder)), dense.TextEncoder(str(named))
     assert np.allclose(prefixed.queries(["w1 w2"]), plain.queries(["query: w1 w2"]))
     assert np.allclose(prefixed.passages(["w1 w2"]), plain.queries(["passage: w1 w2"]))
-    with pytest.raises(ValueError, match="--retriever_model: .*/none'"):
+    with pytest.raises(ValueError, match=r"--retriever_model: .*/none'"):
         dense.TextEncoder(str(tmp_path / "none"))
 
 
@@ -98,7 +98,7 @@ def test_an_encoder_by_its_family_or_hub_name_gets_its_words(encoder, tmp_path, 
     hashed = tmp_path / "cache" / "0123"  # as a hub's folder is named
     hashed.parent.mkdir()
     hashed.symlink_to(encoder)
-    monkeypatch.setattr(fs, "_download_from_hub", lambda *_: str(hashed))
+    monkeypatch.setattr(fs, "download_from_hub", lambda *_: str(hashed))
     corpus = tmp_path / "c.jsonl"
     corpus.write_text("".join(json.dumps({"id": n, "contents": f"w{n} w{n + 1}"}) + "\n" for n in range(20)))
     model = "org/e5-tiny" if from_hub else str(encoder)

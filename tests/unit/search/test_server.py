@@ -229,22 +229,22 @@ def test_queries_of_disconnected_clients_are_dropped_and_the_queue_is_bounded(mo
 
     async def run():
         search = module.SearchServer(Slow(), "slow")
-        first = asyncio.ensure_future(search._search(["first"], 1))
+        first = asyncio.ensure_future(search.search(["first"], 1))
         await asyncio.sleep(0)
-        left = [asyncio.ensure_future(search._search([f"left {number}"], 1)) for number in range(5)]
+        left = [asyncio.ensure_future(search.search([f"left {number}"], 1)) for number in range(5)]
         await asyncio.sleep(0)
         for task in left:
             task.cancel()
-        assert await search._search(["last"], 1) == [[]]
+        assert await search.search(["last"], 1) == [[]]
         await first
         assert Slow.seen == [["first"], ["last"]]
         monkeypatch.setattr(module, "MAX_WAITING", 2)
         waiting = []
         for _ in range(2):  # the first is searched, the second waits
-            waiting.append(asyncio.ensure_future(search._search(["a"] * 3, 1)))
+            waiting.append(asyncio.ensure_future(search.search(["a"] * 3, 1)))
             await asyncio.sleep(0.01)
         with pytest.raises(module.HttpError) as full:
-            await search._search(["b"], 1)
+            await search.search(["b"], 1)
         assert full.value.status == 503
         await asyncio.gather(*waiting)
         search.close()

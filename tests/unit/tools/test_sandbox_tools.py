@@ -24,11 +24,12 @@ LIMITS = CallLimits(30.0, 2000, "middle")
 
 
 @pytest.fixture(autouse=True)
-def this_host(monkeypatch):
+def this_host():
     """As much isolation as there is here."""
-    monkeypatch.setattr(
-        code_runner, "_settings", CodeSettings(require=min(("files", available().level), key=REQUIRE.index))
-    )
+    before = code_runner.configured()
+    code_runner.configure(CodeSettings(require=min(("files", available().level), key=REQUIRE.index)))
+    yield
+    code_runner.configure(before)
 
 
 def toolbox(*tools):

@@ -45,7 +45,7 @@ def test_generation_takes_sampling_parameters_of_the_call(trainer, answered):
     assert short.tolist() == [3] * len(prompts)
     again = [generate(prompts, do_sample=False).batch["responses"] for _ in range(2)]
     assert torch.equal(*again)
-    with pytest.raises(RuntimeError, match="generate_sequences: .*'heat'.*'temperature'"):
+    with pytest.raises(RuntimeError, match=r"generate_sequences: .*'heat'.*'temperature'"):
         generate(prompts, heat=1.0)
 
 
@@ -212,14 +212,14 @@ def test_answers_to_other_prompts_do_not_join(ppo):
     gen = ppo.actor_rollout_wg.generate_sequences(prompts_of(ppo))
     other = prompts_of(ppo)
     other.reorder([1, 0, *range(2, 8)])
-    with pytest.raises(ValueError, match="^union: 'input_ids' "):
+    with pytest.raises(ValueError, match=r"^union: 'input_ids' "):
         other.select(non_tensor_batch_keys=[]).union(gen)
 
 
 def test_worker_groups_are_created_by_methods_that_a_subclass_overrides(ppo):
     assert ppo.created == ("policy", "critic")
     assert isinstance(policy_worker(ppo.critic_wg), CriticWorker)
-    assert ppo.critic_wg._host is not ppo.actor_rollout_wg._host, "a group of the subclass's own"
+    assert ppo.critic_wg.handle(0).host is not ppo.actor_rollout_wg.handle(0).host, "a group of the subclass's own"
     assert ppo.reward_manager is ppo.reward_fn
 
 

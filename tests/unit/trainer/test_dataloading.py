@@ -240,9 +240,9 @@ def test_a_stream_that_is_closed_leaves_no_process_behind():
     """Torch reports workers that die with their process as a traceback: they are ended before it exits."""
     loader = loader_of(8, 2, 2)
     stream, before = PromptStream(loader, total_epochs=1, batch_size=4), set(multiprocessing.active_children())
-    stream._next_rows()
+    stream.next_rows()
     workers = set(multiprocessing.active_children()) - before
-    assert len(workers) == loader._num_workers > 0
+    assert len(workers) == loader.num_workers > 0
     stream.close()
     assert not workers & set(multiprocessing.active_children())
     assert len(list(loader)) == 4, "a later epoch starts others"

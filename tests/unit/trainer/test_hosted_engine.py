@@ -23,7 +23,7 @@ class Disturbed(RayPPOTrainer):
     """Its engine is killed in the generation of the first step, and while it has nothing to do in the second."""
 
     def _engine(self) -> int:
-        return self.actor_wg._host._workers[self.actor_wg.role].rollout.pid
+        return self.actor_wg.worker.rollout.pid
 
     def _generate(self, batch: Any) -> Any:
         if self.global_steps == 1:

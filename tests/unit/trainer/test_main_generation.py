@@ -81,7 +81,7 @@ def test_rows_in_flight_are_bounded(generate, monkeypatch, batch_size):
     in_flight, submit = [], EngineHost.submit
 
     def recorded(host, job, rows, partials=None):
-        in_flight.append((len(host._jobs[job].unfinished), len(rows)))
+        in_flight.append((len(host.jobs[job].unfinished), len(rows)))
         submit(host, job, rows, partials)
 
     monkeypatch.setattr(EngineHost, "submit", recorded)
@@ -96,7 +96,7 @@ def test_the_error_of_a_failing_engine_ends_generation_and_completed_batches_sta
     def failing(host, *args):
         reply = collect(host, *args)
         if any((tmp_path / "answers.parquet.parts").glob("0*.parquet")):
-            host._rollout._loop.fail(RuntimeError("the device failed"))
+            host.rollout.loop.fail(RuntimeError("the device failed"))
         return reply
 
     expected = generate("whole.parquet", **changes)

@@ -125,14 +125,14 @@ def test_plain_and_remote_runners_get_the_resolved_configuration(tmp_path):
 def test_after_a_complete_run_of_a_program_a_signal_ends_it_in_words(monkeypatch, is_program):
     """No signal has arrived; only `ray.shutdown` and the last log line are left."""
     messages = []
-    monkeypatch.setattr(main_ppo, "_start_ray", lambda *arguments: RayProcesses())
-    monkeypatch.setattr(main_ppo, "_create_runner", lambda runner_class: SimpleNamespace(run=run))
+    monkeypatch.setattr(main_ppo, "start_ray", lambda *arguments: RayProcesses())
+    monkeypatch.setattr(main_ppo, "create_runner", lambda runner_class: SimpleNamespace(run=run))
     run = SimpleNamespace(remote=lambda config: None)
     monkeypatch.setattr(main_ppo, "await_controller", lambda *arguments: None)
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr(main_ppo, "exit_on_signals", messages.append)
     values = {"data": {"train_files": "openai/gsm8k"}, "actor_rollout_ref": {"model": {"path": "a/b"}}}
-    assert main_ppo._run_on_ray(load_config(values, check_files=False), main_ppo.TaskRunner, None, is_program) is None
+    assert main_ppo.run_on_ray(load_config(values, check_files=False), main_ppo.TaskRunner, None, is_program) is None
     assert messages == ([RUN_ENDED] if is_program else [])
 
 

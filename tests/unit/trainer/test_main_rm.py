@@ -110,7 +110,7 @@ def test_loss_and_gradient_equal_a_plain_transformers_loop(files, cutting, passe
     loss.backward()
     with RMTrainer(make_config(folder, *cutting)) as trainer:
         trainer.start()
-        engine = trainer.worker_group._host._workers["RewardTrainingWorker"].engine
+        engine = trainer.worker_group.worker.engine
         ours, step = {}, engine.optimizer_step
 
         def taken():

@@ -359,7 +359,7 @@ def test_gradients_that_are_not_finite_stop_the_run_and_leave_the_weights(files)
         trainer.start()
         with pytest.raises(NonFiniteError, match=r"optim\.lr"):
             trainer.fit()
-        engine = trainer.worker_group._host._workers["SFTWorker"].engine
+        engine = trainer.worker_group.worker.engine
         for name, weight in engine.model.hf.named_parameters():
             assert torch.equal(weight.full_tensor().nan_to_num(), model.get_parameter(name).nan_to_num()), name
     assert {path.name for path in (files / "steps").glob("[!.]*")} == {"debug_step_1.pt", "debug_step_2.pt", "record"}

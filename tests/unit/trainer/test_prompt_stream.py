@@ -95,11 +95,11 @@ def test_the_next_batch_is_fetched_while_a_step_runs_and_counts_once_it_is_taken
     stream, loader = make_stream(rows=6, batch=3)
     with caplog.at_level("INFO"):
         stream.take(3)
-        assert stream._prefetched.result()[1] is False, "the second batch of the first epoch is there"
+        assert stream.prefetched.result()[1] is False, "the second batch of the first epoch is there"
         assert loader.state_dict()["batches"] == 2
         assert stream.loader_state()["batches"] == 1
         stream.take(3)
-        assert stream._prefetched.result()[1], "and then the first of the second epoch"
+        assert stream.prefetched.result()[1], "and then the first of the second epoch"
         assert stream.epoch == 0
         assert [record.message for record in caplog.records] == ["Epoch 1/2"]
         stream.take(1)
@@ -128,12 +128,12 @@ def test_a_sampler_that_learns_is_not_asked_before_it_has(tmp_path):
     stream = PromptStream(make_dataloader(Numbers(6), config, sampler=sampler), total_epochs=1, batch_size=2)
     stream.take(3)
     assert sampler.asked == 3
-    assert stream._prefetched is None
+    assert stream.prefetched is None
 
 
 def test_an_epoch_without_a_whole_batch_is_named():
     stream, _ = make_stream()
-    stream._dataloader = []  # nothing is fetched yet
+    stream.dataloader = []  # nothing is fetched yet
     with pytest.raises(ValueError, match=r"^data\.sampler: "):
         stream.take(1)
 

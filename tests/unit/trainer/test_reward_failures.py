@@ -154,8 +154,8 @@ def state(trainer) -> dict[str, torch.Tensor]:
     """Weights, schedules and versions of all that learns."""
     found = {"version": torch.tensor(trainer.policy_version), "kl": torch.tensor(trainer.kl_ctrl_in_reward.value)}
     for group in (trainer.actor_wg, trainer.critic_wg):
-        engine = group._host._workers[group.role].engine
-        found[f"{group.role}/schedule"] = torch.tensor(engine._optimizer.schedule.last_epoch)
+        engine = group.worker.engine
+        found[f"{group.role}/schedule"] = torch.tensor(engine.optimizer.schedule.last_epoch)
         for bucket in engine.buckets(None, 1 << 30):
             found |= {f"{group.role}/{name}": value.clone() for name, value in bucket.items()}
     return found

@@ -195,7 +195,7 @@ def test_hosts_get_their_rows_at_the_same_time(setup):
     for rank in run.groups.rollout_ranks:
         submit = rank.engine.submit
         rank.engine.submit = lambda requests, submit=submit: (barrier.wait(), submit(requests))[1]
-    run.manager._submit_by_position(job, prompt_rows(["a", "b"], samples=4))
+    run.manager.submit_by_position(job, prompt_rows(["a", "b"], samples=4))
     assert [len(rank.engine.running) for rank in run.groups.rollout_ranks] == [2, 2, 2, 2]
 
 
@@ -294,8 +294,8 @@ def test_a_batch_that_hangs_ends_without_another_call_of_its_hosts(setup, kind):
     never = threading.Event()
     for rank in ranks:
         rank.close_host = lambda: never.wait(30)
-    run.manager._calls = [OpenCall(None, "collect")]
-    run.manager._calls[0].abort_error = HangError("generation hangs", "rollout", 0, "here", "collect")
+    run.manager.calls = [OpenCall(None, "collect")]
+    run.manager.calls[0].abort_error = HangError("generation hangs", "rollout", 0, "here", "collect")
     run.manager.monitored = contextlib.nullcontext
     started = time.monotonic()
     with pytest.raises(HangError):
@@ -303,7 +303,7 @@ def test_a_batch_that_hangs_ends_without_another_call_of_its_hosts(setup, kind):
     assert time.monotonic() - started < 10
     for rank in ranks:
         del rank.close_host
-    run.manager._calls[0].close()
+    run.manager.calls[0].close()
 
 
 def test_hang_detection_sees_a_wait_again_after_one_inside_it(setup):
@@ -341,7 +341,7 @@ def test_rows_of_a_lost_host_continue_from_their_partial_outputs(setup):
     lost, kept = run.groups.rollout_ranks
     mine = list(kept.engine.running)
     lost.engine.advance(3)
-    reported = run.manager._jobs[job].rows
+    reported = run.manager.jobs[job].rows
     run.wait_for(lambda: all(row.partial for name, row in reported.items() if name in lost.engine.running))
     lost.die()
     run.drive()
@@ -363,7 +363,7 @@ def test_a_loss_is_recovered_once_however_many_hosts_and_jobs_report_it(setup):
     run.manager.submit(stream, prompt_rows(["a", "b", "c"], agents=["mine"] * 3))
     run.manager.submit(validation, prompt_rows(["v", "w", "x"], agents=["mine"] * 3))
     run.groups.loop_ranks[1].die()
-    run.wait_for(lambda: run.manager._needs_open)
+    run.wait_for(lambda: run.manager.needs_open)
     run.drive()
     assert len(run.collect_all(validation, 3)) == 3
     assert len(run.collect_all(stream, 3)) == 3
@@ -376,7 +376,7 @@ def test_a_host_may_finish_rows_while_those_of_a_lost_one_are_sent_again(setup):
     run.manager.open()
     job = run.manager.start(META)
     run.manager.submit(job, prompt_rows([f"p{number}" for number in range(8)]))
-    rows = run.manager._jobs[job].rows
+    rows = run.manager.jobs[job].rows
 
     class FinishesMeanwhile:
         kind = "engine"
@@ -384,10 +384,10 @@ def test_a_host_may_finish_rows_while_those_of_a_lost_one_are_sent_again(setup):
         @property
         def host(self) -> Any:
             rows.popitem()  # as the thread of another host does
-            return run.manager._hosts.all[0]
+            return run.manager.hosts.all[0]
 
     rows["p0/0"] = FinishesMeanwhile()
-    run.manager._needs_open = True
+    run.manager.needs_open = True
     run.manager.open()
     assert 0 < len(rows) < 8
 
@@ -462,18 +462,18 @@ def test_replies_of_an_earlier_host_are_not_taken(setup):
     run.manager.open()
     job = run.manager.start(META)
     seen: list[str] = []
-    run.manager._jobs[job].on_finished = lambda finished: seen.extend(one.name for one in finished)
+    run.manager.jobs[job].on_finished = lambda finished: seen.extend(one.name for one in finished)
     run.manager.submit(job, prompt_rows(["a"], samples=2), replica=0)
     old = run.groups.rollout_ranks[0]
     old.released.clear()
     old.engine.advance(names=["a/0"])
-    run.wait_for(lambda: not run.manager._hosts.all[0].handle.host._jobs[job].finished)
-    stale = run.manager._hosts.all[0]
+    run.wait_for(lambda: not run.manager.hosts.all[0].handle.host.jobs[job].finished)
+    stale = run.manager.hosts.all[0]
     run.groups.rollout_ranks[0] = type(old)(run.config, "rollout", 0)
-    run.manager._needs_open = True
+    run.manager.needs_open = True
     run.manager.open()
     assert stale.closed
-    assert stale not in run.manager._hosts.all
+    assert stale not in run.manager.hosts.all
     old.released.set()
     time.sleep(0.05)
     assert (seen, run.manager.take_finished(job)) == ([], [])
@@ -519,8 +519,8 @@ def test_results_are_not_given_to_a_call_whose_caller_is_gone(setup):
     old = rank.host.id
     thread = threading.Thread(target=lambda: zombie.append(rank.host.collect(old, 20.0, False)), daemon=True)
     thread.start()
-    run.manager._hosts.all[0].closed = True
-    run.manager._needs_open = True
+    run.manager.hosts.all[0].closed = True
+    run.manager.needs_open = True
     run.manager.open()
     assert rank.host.id != old
     thread.join(5)
@@ -548,11 +548,11 @@ def test_finished_trajectories_come_before_the_error_of_a_host(setup):
     job = run.manager.start(META)
     run.manager.submit(job, prompt_rows(["a"]), replica=0)
     run.manager.submit(job, prompt_rows(["b"]), replica=1)
-    inbox = run.manager._jobs[job].inbox
+    inbox = run.manager.jobs[job].inbox
     run.groups.rollout_ranks[0].engine.advance()
     run.wait_for(lambda: not inbox.empty())
     run.groups.rollout_ranks[1].die()
-    run.wait_for(lambda: run.manager._needs_open)
+    run.wait_for(lambda: run.manager.needs_open)
     assert [one.name for one in run.manager.collect(job, 1)] == ["a/0"]
     for _ in range(2):
         assert run.manager.take_finished(job) == [], "and leaves the error"
@@ -566,7 +566,7 @@ def test_the_error_of_an_engine_is_raised_instead_of_its_effects(setup):
     job = run.manager.start(META)
     run.manager.submit(job, prompt_rows(["a"]))
     run.groups.rollout_ranks[0].engine.fail(MemoryError("of the engine"))
-    run.wait_for(lambda: run.manager._needs_open)
+    run.wait_for(lambda: run.manager.needs_open)
     with pytest.raises(MemoryError, match="of the engine"):
         run.manager.collect(job, 1)
     with pytest.raises(MemoryError, match="of the engine"):
@@ -594,7 +594,7 @@ def test_partials_are_current_and_survive_the_loss_of_a_host(setup):
     for rank in run.groups.rollout_ranks:
         rank.engine.advance(4)
     unfinished = [name for rank in run.groups.rollout_ranks for name in rank.engine.running]
-    known = run.manager._jobs[job].rows
+    known = run.manager.jobs[job].rows
     run.wait_for(lambda: set(known) == set(unfinished) and all(row.partial for row in known.values()))
     before = run.manager.partials(job)
     assert {name: output.token_ids for name, output in before.items()} == {
@@ -663,7 +663,7 @@ def test_nothing_is_lost_or_doubled_whatever_dies_is_delayed_or_cancelled(setup,
         for job in jobs:
             take(job)
     for step, job in enumerate(jobs, 1):
-        assert not manager._jobs[job].rows
+        assert not manager.jobs[job].rows
         take(job)  # nothing comes twice
         assert max(received[job].values()) == 1
         assert expected[job] - cancelled[job] <= set(received[job]) <= expected[job]
@@ -683,7 +683,7 @@ def model(tokens: list[int], **fields: Any) -> Turn:
 
 
 def restore(manager: RolloutManager, trajectories: list[Trajectory]) -> list[FinishedTrajectory]:
-    return store_trajectories(trajectories, manager._config.actor_rollout_ref, META, use_ray=False)
+    return store_trajectories(trajectories, manager.config.actor_rollout_ref, META, use_ray=False)
 
 
 def agent_trajectory(uid: str, number: int, rows: int) -> Trajectory:

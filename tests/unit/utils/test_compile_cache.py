@@ -21,15 +21,15 @@ def root(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_CACHE", str(tmp_path))
     monkeypatch.setenv(INDUCTOR, "")
     monkeypatch.setenv(TRITON, "")
-    monkeypatch.setattr(compile_cache, "_locks", {})
+    monkeypatch.setattr(compile_cache, "locks", {})
     return tmp_path / "compiled"
 
 
 def open_again(monkeypatch, **arguments) -> Path:
     """As a later process does."""
-    for lock in compile_cache._locks.values():
+    for lock in compile_cache.locks.values():
         lock.close()
-    compile_cache._locks.clear()
+    compile_cache.locks.clear()
     monkeypatch.setenv(INDUCTOR, "")
     monkeypatch.setenv(TRITON, "")
     folder = open_compile_cache(**arguments)

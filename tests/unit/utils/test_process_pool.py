@@ -211,6 +211,6 @@ def test_all_workers_are_forked_before_calls_need_them():
     with ProcessPool(3, prefork=True) as pool:
         pool.submit(add, 1, 2).result()
         give_up = time.monotonic() + 10
-        while len(pool._workers) < 3 and time.monotonic() < give_up:
+        while len(pool.workers) < 3 and time.monotonic() < give_up:
             time.sleep(0.01)
-        assert len(pool._workers) == 3
+        assert len(pool.workers) == 3

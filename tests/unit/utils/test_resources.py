@@ -51,7 +51,7 @@ def test_what_was_left_out_is_freed_when_nobody_refers_to_it():
 
 def test_a_rank_freezes_objects_after_the_second_call_of_a_method():
     host = RayRankHost()
-    host._workers["actor"] = [3, 1]
+    host.workers["actor"] = [3, 1]
     frozen = []
     calls = (
         ("count", "control"),

@@ -87,12 +87,12 @@ def divide(tokenizer):
 
 def test_heavy_work_that_cannot_be_submitted_keeps_no_slot(monkeypatch):
     workers = TextWorkers(tiny_tokenizer, seconds=1.0)
-    workers._started = True
+    workers.started = True
 
     def fail(*_, **__):
         raise RuntimeError("the processes cannot be started")
 
-    monkeypatch.setattr(workers._pool, "submit", fail)
+    monkeypatch.setattr(workers.pool, "submit", fail)
 
     async def scenario():
         for _ in range(5):

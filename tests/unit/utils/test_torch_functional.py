@@ -74,7 +74,7 @@ def test_slices_of_logits_give_the_same_without_being_copied(small_blocks):
     logits.requires_grad_()
     cut = logits[:, 1:-1]
     assert not cut.is_contiguous()
-    assert next(block.data_ptr() for _, block in F._row_blocks(cut)) == cut.data_ptr()
+    assert next(block.data_ptr() for _, block in F.row_blocks(cut)) == cut.data_ptr()
     result = F.logprobs_from_logits(cut, labels[:, 1:-1])
     torch.testing.assert_close(result, plain_logprobs(cut, labels[:, 1:-1]))
     result.sum().backward()

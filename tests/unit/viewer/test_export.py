@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.recordings import HOSTILE, UIDS, write_run
-from verl.viewer.export import _EXPORT, _IMPORT, _MODULES, write_export
+from verl.viewer.export import EXPORT, IMPORT, MODULES, write_export
 from verl.viewer.run import ViewedRun
 from verl.viewer.server import STATIC
 
@@ -69,16 +69,16 @@ def test_only_the_pages_own_script_and_style_are_allowed(run, tmp_path):
 def test_modules_can_be_concatenated():
     """Imports are on one line, every module comes after those it imports, and top-level names are unique."""
     names: list[str] = []
-    for number, module in enumerate(_MODULES):
+    for number, module in enumerate(MODULES):
         text = (STATIC / module).read_text()
         for imported in re.findall(r'from "\./(.+?)";', text):
-            assert imported in _MODULES[:number], f"{module} imports {imported}"
-        text = _EXPORT.sub("", _IMPORT.sub("", text))
+            assert imported in MODULES[:number], f"{module} imports {imported}"
+        text = EXPORT.sub("", IMPORT.sub("", text))
         assert not re.search(r"^(import|export)\b", text, re.MULTILINE), module
         names += re.findall(r"^(?:async )?(?:const|let|function|class) (\w+)", text, re.MULTILINE)
         for first in re.findall(r"^(?:const|let) (\w+ = [^;]*?, \w+ = .*);", text, re.MULTILINE):
             names += re.findall(r", (\w+) = ", first)
-    assert {path.name for path in STATIC.glob("*.js")} == set(_MODULES)
+    assert {path.name for path in STATIC.glob("*.js")} == set(MODULES)
     assert len(names) == len(set(names)), sorted(name for name in names if names.count(name) > 1)
 
 

@@ -67,13 +67,13 @@ def _serve(options: argparse.Namespace) -> None:
             model = stack.enter_context(contextlib.closing(Model(loaded.model_info, loaded.tokenizer, parser)))
             model.start_workers()
             freeze_gc()
-            gateway, limits = _Gateway(loaded, model, options), ConnectionLimits(connections=options.max_connections)
+            gateway, limits = Gateway(loaded, model, options), ConnectionLimits(connections=options.max_connections)
             run_event_loop(
                 gateway.serve(create_server(gateway.app, loaded.description, limits, "/sessions/<name>"), bound)
             )
 
 
-class _Gateway:
+class Gateway:
     """Sessions that clients name themselves, with limits on their number, size and idle time."""
 
     def __init__(self, loaded: LoadedModel, model: Model, options: argparse.Namespace) -> None:

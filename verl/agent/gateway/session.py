@@ -68,16 +68,16 @@ class Model:
         """`seconds`: time limit of the text work of one request. `grammars`: whether answers follow grammars."""
         self.model_info, self.tokenizer, self.parser = model_info, tokenizer, parser
         self._template_kwargs, self._grammars = dict(template_kwargs or {}), grammars
-        self._workers = TextWorkers(tokenizer_loader(tokenizer), seconds, functions=[read_request, prompt_ids])
+        self.workers = TextWorkers(tokenizer_loader(tokenizer), seconds, functions=[read_request, prompt_ids])
         self._ends: dict[str, frozenset[int]] = {}
 
     def start_workers(self) -> None:
         """Start the text workers now instead of at the first long text. Blocks for seconds."""
-        self._workers.start()
+        self.workers.start()
 
     def close(self) -> None:
         """End the text workers."""
-        self._workers.close()
+        self.workers.close()
 
     async def read(self, api: str, body: bytes | bytearray) -> GatewayRequest:
         """Parse a body sent to `api` (/v1/chat/completions or /v1/messages); ApiError if it is invalid."""
@@ -127,7 +127,7 @@ class Model:
 
     async def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            return await self._workers.call(function, *arguments, heavy=True)
+            return await self.workers.call(function, *arguments, heavy=True)
         except (TextWorkLimit, TextWorkersBusy) as error:
             raise text_work_error(error) from error
 

@@ -121,12 +121,12 @@ class ActivityLog:
     def __init__(self, app: ASGIApp, tokens: Callable[[], int], unfinished: Callable[[], int]) -> None:
         """`tokens()`: generated so far. `unfinished()`: requests in progress. Both are called from a thread."""
         self._app, self._tokens, self._unfinished = app, tokens, unfinished
-        self._requests = 0
+        self.requests = 0
         self._stopped = threading.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "POST":
-            self._requests += 1
+            self.requests += 1
         await self._app(scope, receive, send)
 
     def __enter__(self) -> ActivityLog:
@@ -139,9 +139,9 @@ class ActivityLog:
         self._stopped.set()
 
     def _run(self) -> None:
-        before = self._requests, self._tokens()
+        before = self.requests, self._tokens()
         while not self._stopped.wait(ACTIVITY_INTERVAL_S):
-            now = self._requests, self._tokens()
+            now = self.requests, self._tokens()
             if now != before:
                 requests, tokens = now[0] - before[0], now[1] - before[1]
                 logger.info("%s", activity_line(requests, tokens, self._unfinished(), ACTIVITY_INTERVAL_S))

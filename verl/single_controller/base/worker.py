@@ -288,7 +288,7 @@ class RankHost:
     """The workers of one rank, one per role. A subclass for a transport overrides `receive` and `send`."""
 
     def __init__(self) -> None:
-        self._workers: dict[str, Any] = {}
+        self.workers: dict[str, Any] = {}
         self._specs: dict[str, dict[str, MethodSpec]] = {}
         self._info: RankInfo | None = None
         self._loop = SharedEventLoop("verl-async-methods")  # one for all roles, so that they can share locks
@@ -307,7 +307,7 @@ class RankHost:
         try:
             with worker_rank(info), self._tracker.running("__init__", lambda: 0):
                 for role, cls in cls_with_init.roles().items():
-                    worker = self._workers[role] = cls()
+                    worker = self.workers[role] = cls()
                     if isinstance(worker, Worker):
                         worker.colocated, worker.run_config = tuple(cls_with_init.roles()), cls.run_config
         except Exception as error:  # noqa: BLE001 - returned to the controller, which raises it
@@ -321,14 +321,14 @@ class RankHost:
         """
         if lane != "compute":
             return self._run(role, method, args, kwargs, lane)
-        worker = self._workers.get(role)
+        worker = self.workers.get(role)
         progress = self._tracker.running(method, lambda: worker._progress.done if isinstance(worker, Worker) else 0)
         with progress, capture_gate.work():
             return self._run(role, method, args, kwargs, lane)
 
     def _run(self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str) -> Any:
         try:
-            worker = self._workers[role]
+            worker = self.workers[role]
             bound = attrgetter(method)(worker)
             shard = next((arg for arg in [*args, *kwargs.values()] if isinstance(arg, BatchShard)), None)
             args = [self._received(arg) for arg in args]

@@ -246,7 +246,7 @@ def alive_nodes() -> list[RayNode]:
         for node in ray.nodes()
         if node["Alive"] and accepts_connections(node["NodeManagerAddress"], node["NodeManagerPort"])
     ]
-    return sorted(nodes, key=lambda node: (_address_key(node.address), node.node_id))
+    return sorted(nodes, key=lambda node: (address_key(node.address), node.node_id))
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _missing_resources(process_on_nodes: Sequence[int], use_gpu: bool, name: str
     return f"resource pool {name!r} needs {requested}. {describe_cluster()} {remedy}"
 
 
-def _address_key(address: str) -> tuple[Any, ...]:
+def address_key(address: str) -> tuple[Any, ...]:
     """Sort key: IPv4 addresses by number (10.0.0.9 before 10.0.0.10), then other addresses by text."""
     parts = address.split(".")
     return (0, *map(int, parts)) if len(parts) == 4 and all(part.isdigit() for part in parts) else (1, address)

@@ -67,7 +67,7 @@ class GroupStream:
         data, settings = config.data, async_settings(config.trainer)
         self._uses_partial_rollouts, self._max_staleness = settings.partial_rollout, settings.max_staleness
         surplus = max(0, data.gen_batch_size - data.train_batch_size)
-        self._buffer = RolloutBuffer(
+        self.buffer = RolloutBuffer(
             data.train_batch_size,
             settings.max_staleness,
             settings.staleness_strategy,
@@ -76,11 +76,11 @@ class GroupStream:
             total_steps,
         )
         self.utilization = Utilization()
-        self._job: str | None = None
+        self.job: str | None = None
         self._loops_are_fewer = False
         """Whether loop workers run fewer trajectories concurrently than the engines could decode."""
         self._version = 0
-        self._steps: dict[int, int] = {}
+        self.steps: dict[int, int] = {}
         """By weight version: the last step (number of trained batches) at which the rollout had it. Contains only
         versions that tokens of live groups may have."""
         self._serial = itertools.count()
@@ -100,19 +100,19 @@ class GroupStream:
         """Begin a step and drop groups that have become too old. `weight_version`: weight version of the rollout."""
         self._version = step - 1
         oldest = self._version - self._max_staleness
-        self._steps = {version: at for version, at in self._steps.items() if at >= oldest} | {
+        self.steps = {version: at for version, at in self.steps.items() if at >= oldest} | {
             weight_version: self._version
         }
         self._receive_all()  # groups may have finished during the last update
         for group in self._taken:
             del self._live[group.state.name]
         self._taken = []
-        if old := self._buffer.drop_stale(self._version):
+        if old := self.buffer.drop_stale(self._version):
             self._put_back(old)
             names = [name for group in old for name in group.state.trajectory_names(group.response_count)]
             self._in_flight.remove(names)
-            if self._job is not None:
-                self._rollouts.cancel(self._job, names)
+            if self.job is not None:
+                self._rollouts.cancel(self.job, names)
 
     def next_batch(self) -> DataProto:
         """Block until enough groups are finished to complete the batch of the step; return their prompts."""
@@ -123,7 +123,7 @@ class GroupStream:
         finally:
             self._is_waiting = False
         self._taken += groups
-        return self._prompts(groups)
+        return self.group_prompts(groups)
 
     def responses(self, prompts: DataProto) -> DataProto:
         """Return the responses to prompts of `next_batch`; all rows of a prompt are adjacent."""
@@ -136,12 +136,12 @@ class GroupStream:
 
     def reject(self, prompts: DataProto) -> None:
         """Exclude taken prompts from training. They are not generated again; other prompts may be submitted."""
-        self._buffer.reject([self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]])
+        self.buffer.reject([self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]])
 
     def put_back(self, prompts: DataProto) -> None:
         """Return taken prompts to the source: their responses will be generated again."""
         groups = [self._live[str(uid)] for uid in prompts.non_tensor_batch["uid"]]
-        self._buffer.reject(groups)
+        self.buffer.reject(groups)
         self._state.prompts.put_back(join_prompts([group.state for group in groups]))
 
     def update_sampler(self, batch: DataProto) -> None:
@@ -155,14 +155,14 @@ class GroupStream:
 
     def drain(self) -> None:
         """Block until no group is in flight: every trajectory then has one weight version."""
-        if self._job is not None and self._buffer.in_flight():
+        if self.job is not None and self.buffer.in_flight():
             with self._wait_phase(), self._rollouts.monitored():
                 self._recovery.retry_on_worker_loss(self._finish_all)
 
     @property
     def max_trained_staleness(self) -> int:
         """The largest staleness that was trained."""
-        return self._buffer.max_trained_staleness
+        return self.buffer.max_trained_staleness
 
     @property
     def limited_by_loops(self) -> bool:
@@ -171,7 +171,7 @@ class GroupStream:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of this step's batch, and of groups dropped or rejected since the last call."""
-        return self._buffer.metrics(self._version)
+        return self.buffer.metrics(self._version)
 
     def abandon(self) -> None:
         """Receive no further trajectories, because the run has failed."""
@@ -180,7 +180,7 @@ class GroupStream:
     def close(self) -> None:
         """End generation; raise the error of a failed engine, if there is one."""
         self._in_flight.close()
-        self._job = None
+        self.job = None
         self._rollouts.close()
 
     # ---------------------------------------------------------------- checkpoints
@@ -188,13 +188,13 @@ class GroupStream:
     def state(self, partials: bool) -> dict[str, Any]:
         """Return the state for a checkpoint between steps, as plain data: finished groups, and groups in flight with
         their finished trajectories. `partials`: include current partial outputs, if the run uses partial rollouts."""
-        if partials and self._uses_partial_rollouts and self._job is not None:
-            for name, output in self._rollouts.partials(self._job).items():
+        if partials and self._uses_partial_rollouts and self.job is not None:
+            for name, output in self._rollouts.partials(self.job).items():
                 if (group := self._live.get(name.rpartition("/")[0])) is not None:
                     group.state.partials[name] = output
         self._receive_all()
-        saved = save_buffer(self._buffer, read_trajectories)
-        return {"buffer": saved, "versions": dict(self._steps), "asked_for": self._group_shape}
+        saved = save_buffer(self.buffer, read_trajectories)
+        return {"buffer": saved, "versions": dict(self.steps), "asked_for": self._group_shape}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`. The next step submits the groups in flight again, to resume from their partial outputs.
@@ -207,10 +207,10 @@ class GroupStream:
             logger.warning("%s: responses to %d prompts are discarded; they are generated again", now, len(prompts))
             self._state.prompts.put_back(concat_prompts(prompts))
             return
-        load_buffer(self._buffer, state["buffer"])
-        self._steps = dict(state["versions"])
+        load_buffer(self.buffer, state["buffer"])
+        self.steps = dict(state["versions"])
         self._serial = itertools.count(state["buffer"]["last_serial"] + 1)
-        self._live = {group.state.name: group for group in (*self._buffer.in_flight(), *self._buffer.finished_groups())}
+        self._live = {group.state.name: group for group in (*self.buffer.in_flight(), *self.buffer.finished_groups())}
         states = [group.state for group in self._live.values()]
         trajectories = [trajectory for state in states for trajectory in state.finished.values()]
         meta, policy = self._generator.meta(self._version + 1, validate=False), self._config.actor_rollout_ref
@@ -232,25 +232,25 @@ class GroupStream:
     def _next_groups(self) -> list[PromptGroup]:
         """Submit and receive until the buffer returns groups for the batch. Can be called again after a WorkerError."""
         while True:
-            self._open()
+            self.open()
             self._top_up()
-            if (groups := self._buffer.take(self._version)) is not None:
+            if (groups := self.buffer.take(self._version)) is not None:
                 return groups
-            self._receive(_POLL_S)
+            self.receive(_POLL_S)
 
     def _finish_all(self) -> None:
         """Receive until no group is in flight. Can be called again after a WorkerError."""
-        while self._buffer.in_flight():
-            self._open()
-            self._receive(_POLL_S)
+        while self.buffer.in_flight():
+            self.open()
+            self.receive(_POLL_S)
 
     # ---------------------------------------------------------------- submitting
 
-    def _open(self) -> None:
+    def open(self) -> None:
         """Open generation if it is not open or a host was lost. The first call also starts the job and submits the
         groups in flight of a checkpoint."""
         self._rollouts.open()
-        if self._job is None:
+        if self.job is None:
             rollout = self._config.actor_rollout_ref.rollout
             engines = self._rollouts.engine_count * rollout.max_num_seqs
             loops = self._rollouts.loop_capacity
@@ -260,17 +260,17 @@ class GroupStream:
             )
             self._in_flight = in_flight = InFlight(self.utilization.set_in_flight)
             meta = self._generator.meta(self._version + 1, validate=False)
-            self._job = self._rollouts.start(meta, partial(self._on_finished, in_flight))
-            self._submit(self._buffer.in_flight())
+            self.job = self._rollouts.start(meta, partial(self._on_finished, in_flight))
+            self._submit(self.buffer.in_flight())
 
     def _top_up(self) -> None:
         """Submit as many prompts as the buffer has capacity for."""
-        if (count := self._buffer.capacity(self._version)) > 0:
+        if (count := self.buffer.capacity(self._version)) > 0:
             prompts = self._state.prompts.take(count, prefetch=False)
-            self._submit([self._new_group(prompts, row) for row in range(len(prompts))])
+            self._submit([self.new_group(prompts, row) for row in range(len(prompts))])
             self._state.prompts.prefetch()  # after the submission, which the prefetching thread would delay
 
-    def _new_group(self, prompts: DataProto, row: int = 0) -> PromptGroup:
+    def new_group(self, prompts: DataProto, row: int = 0) -> PromptGroup:
         """Return a new group for the prompt at `row`, in the buffer."""
         uid, count = str(prompts.non_tensor_batch["uid"][row]), self._generator.responses_per_prompt
         serial, is_new = next(self._serial), uid not in self._live and uid not in self._dropped
@@ -278,13 +278,13 @@ class GroupStream:
         name = uid if is_new else f"{uid}~{serial}"
         state = GroupState(name, prompts, self._version + 1, row=row)
         group = PromptGroup(serial, uid, count, self._version, state=state)
-        self._buffer.add(group)
+        self.buffer.add(group)
         self._live[name] = group
         return group
 
     def _submit(self, groups: Sequence[PromptGroup]) -> None:
         """Submit the unfinished trajectories of these groups."""
-        assert self._job is not None
+        assert self.job is not None
         for step in dict.fromkeys(group.state.step for group in groups):
             of_step = [group for group in groups if group.state.step == step]
             rows = self._rows(of_step)
@@ -298,9 +298,9 @@ class GroupStream:
             self._in_flight.add(names[row] for row in missing)
             partials = {name: output for group in of_step for name, output in group.state.partials.items()}
             request = self._generator.request(rows.select_idxs(missing), step, False)
-            self._rollouts.submit(self._job, request, partials)
+            self._rollouts.submit(self.job, request, partials)
 
-    def _prompts(self, groups: Sequence[PromptGroup]) -> DataProto:
+    def group_prompts(self, groups: Sequence[PromptGroup]) -> DataProto:
         """Return the prompts of these groups; their `uid` is the name of the group."""
         prompts = join_prompts([group.state for group in groups])
         prompts.non_tensor_batch["uid"] = object_array([group.state.name for group in groups])
@@ -308,7 +308,7 @@ class GroupStream:
 
     def _rows(self, groups: Sequence[PromptGroup]) -> DataProto:
         """Return the rows to generate; all rows of a group are adjacent."""
-        return self._generator.rollout_rows(self._prompts(groups))
+        return self._generator.rollout_rows(self.group_prompts(groups))
 
     def _put_back(self, groups: Sequence[PromptGroup]) -> None:
         for group in groups:
@@ -333,14 +333,14 @@ class GroupStream:
             if group is not None and group.state.scorer:
                 group.state.scorer.add(responses)
 
-    def _receive(self, timeout: float) -> None:
-        assert self._job is not None
-        self._store(self._rollouts.collect(self._job, timeout))
+    def receive(self, timeout: float) -> None:
+        assert self.job is not None
+        self._store(self._rollouts.collect(self.job, timeout))
 
     def _receive_all(self) -> None:
-        """Receive finished trajectories without blocking. Errors are left to the next `_receive`."""
-        if self._job is not None:
-            self._store(self._rollouts.take_finished(self._job))
+        """Receive finished trajectories without blocking. Errors are left to the next `receive`."""
+        if self.job is not None:
+            self._store(self._rollouts.take_finished(self.job))
 
     def _store(self, finished: Iterable[FinishedTrajectory]) -> None:
         for trajectory in finished:
@@ -352,5 +352,5 @@ class GroupStream:
             state.partials.pop(trajectory.name, None)
             if len(state.finished) == group.response_count:
                 versions = [item.versions for item in state.finished.values()]
-                oldest, partial_count = oldest_step(versions, self._steps, group.sent_at)
-                self._buffer.mark_finished(group, oldest, partial_count)
+                oldest, partial_count = oldest_step(versions, self.steps, group.sent_at)
+                self.buffer.mark_finished(group, oldest, partial_count)

@@ -45,11 +45,11 @@ class BatchLoader:
             )
         self.dataset, self.sampler = dataset, sampler
         self._batch_size, self._drop_last = batch_size, drop_last
-        self._num_workers = _useful_workers(num_workers, len(self), sampler)
+        self.num_workers = _useful_workers(num_workers, len(self), sampler)
         self.is_curriculum = isinstance(sampler, AbstractCurriculumSampler)
         """Whether the next batch depends on the result of this one: it must not be prefetched."""
         # A user's dataset may use objects bound to a thread, or a shared random generator: it has to opt in.
-        needs_main_thread = self._num_workers or self.is_curriculum or hasattr(dataset, "state_dict")
+        needs_main_thread = self.num_workers or self.is_curriculum or hasattr(dataset, "state_dict")
         self._prefetches = not needs_main_thread and getattr(dataset, "read_in_thread", False)
         self._sampler_has_state = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self._done = 0  # number of batches of this epoch that were returned
@@ -67,10 +67,10 @@ class BatchLoader:
         return DataLoader(
             self.dataset,
             batch_sampler=_EpochBatches(self._draw),
-            num_workers=self._num_workers,
+            num_workers=self.num_workers,
             collate_fn=self._collate_fn,
             worker_init_fn=_init_worker,
-            persistent_workers=self._num_workers > 0,
+            persistent_workers=self.num_workers > 0,
         )
 
     def close(self) -> None:

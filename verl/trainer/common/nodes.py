@@ -81,7 +81,7 @@ def _try_head(config: PPOConfig, host: str, port: int, seconds: float) -> RayHea
     """Start a head and wait until it answers; RuntimeError if it ends or does not answer within `seconds`."""
     _wait_until_free(host, port)  # also of an earlier attempt
     options = [f"--node-ip-address={host}", f"--port={port}"]
-    process = _start_ray("--head", *options, *_cpu_options(config), stdout=subprocess.DEVNULL)
+    process = start_ray("--head", *options, *_cpu_options(config), stdout=subprocess.DEVNULL)
     head = RayHead(process, host, port, config.trainer.nnodes)
     deadline = time.monotonic() + seconds
     try:
@@ -181,7 +181,7 @@ class _WorkerNode:
         logger.info("Joining the Ray head at %s as node %d...", address, self._trainer.node_rank)
         # By default Ray uses the address of the default route, which other nodes may not reach.
         own_address = f"--node-ip-address={address_towards(self._host, self._port)}"
-        self._process = process = _start_ray(f"--address={address}", own_address, *_cpu_options(self._config))
+        self._process = process = start_ray(f"--address={address}", own_address, *_cpu_options(self._config))
         start, processes = time.monotonic(), RayProcesses()
         while (
             (head := self._head_state(serving=True)) == "running"
@@ -285,7 +285,7 @@ def _port_in_use(host: str, port: int, other_service: str | None) -> tuple[str, 
     return f"trainer.master_port = {port}: at {host} answers {other_service}, not a Ray head", remedy
 
 
-def _start_ray(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
+def start_ray(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
     """Run `ray start --block` in its own session, out of reach of signals to this one; it dies with this process."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
     return subprocess.Popen(command, stdout=stdout, start_new_session=True, preexec_fn=die_with_parent)

@@ -39,7 +39,7 @@ def ppo_preflight(config: PPOConfig, report: Report) -> None:
     """Report problems that would stop `main_ppo` before its first step."""
     hub = _HubCheck(model_paths(config), _data_files(config))
     _check_device(config.trainer, report, config.trainer.node_rank is not None)
-    _check_user_code(config, report)
+    check_user_code(config, report)
     _check_tools(config, report)
     data = config.data
     if data.custom_cls.path is None:
@@ -232,7 +232,7 @@ def _check_batch(key: str, size: int, rows: int | None, limit: int, report: Repo
         report.problem(key, size, why, f"Set it to {usable} or less, or use more data", ("data.train_files",))
 
 
-def _check_user_code(config: PPOConfig, report: Report) -> None:
+def check_user_code(config: PPOConfig, report: Report) -> None:
     reward, data, trainer = config.custom_reward_function, config.data, config.trainer
     _check_code("custom_reward_function.path", reward.path, reward.name, report)
     _check_code("data.custom_cls.path", data.custom_cls.path, data.custom_cls.name, report)

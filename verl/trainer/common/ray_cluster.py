@@ -50,7 +50,7 @@ LIMITS = {
 # Keeps Ray from printing C++ stacks of all threads when a signal ends it.
 NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
 # Environment variables that `set_start_limits` has set, in contrast to the user.
-_set_here: set[str] = set()
+set_here: set[str] = set()
 
 Result = TypeVar("Result")
 
@@ -253,8 +253,8 @@ def set_start_limits(seconds: float) -> None:
     """Set the start limits of Ray in the environment, except variables that the user has set."""
     values = {name: str(round(seconds / unit)) for name, unit in LIMITS.items()} | {NO_CPP_STACKS: "1"}
     for name, value in values.items():
-        if name in _set_here or name not in os.environ:
-            _set_here.add(name)
+        if name in set_here or name not in os.environ:
+            set_here.add(name)
             os.environ[name] = value
 
 

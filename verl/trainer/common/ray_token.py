@@ -41,7 +41,7 @@ def create_token() -> None:
     path = token_file()
     if not has_token():
         try:
-            _write(path, secrets.token_hex(32))
+            write_token(path, secrets.token_hex(32))
         except OSError as error:
             raise RayUnavailableError(
                 f"no Ray auth token is set, and {path} cannot be written: {error.strerror or error}",
@@ -120,7 +120,7 @@ def _restrict(path: Path) -> None:
     logger.warning("%s is readable by other accounts, which can use this Ray cluster: run chmod 600 %s", path, path)
 
 
-def _write(path: Path, token: str) -> None:
+def write_token(path: Path, token: str) -> None:
     """Write atomically with mode 0600; of two concurrent writers the first one wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".auth_token-")

@@ -81,7 +81,7 @@ class Recorder:
         self._writer: RecordWriter | None = None
         self._poll: RankPoll | None = None
         self._alerts: AlertPoster | None = None
-        self._handler: _WarningHandler | None = None
+        self._handler: WarningHandler | None = None
         self.memory_plan: MemoryPlan | None = None
         """Planned memory of the run, if known; set before `open`."""
         self._seconds = 0.0
@@ -120,7 +120,7 @@ class Recorder:
         self.event(kind, max(0, first_step - 1), data=place | ({} if source is None else {"folder": source}))
         if self.memory_plan is not None:
             self.event("memory_plan", max(0, first_step - 1), data=planned_memory(self.memory_plan))
-        self._handler = _WarningHandler(writer, self._status, settings.texts)
+        self._handler = WarningHandler(writer, self._status, settings.texts)
         logging.getLogger("verl").addHandler(self._handler)
         if settings.alert_url is not None:
             names = {name: run[name] for name in ("program", "project", "experiment")}
@@ -203,7 +203,7 @@ class Recorder:
             writer.line("phases", record | {"start": round(span.start, 4), "end": round(span.end, 4)})
 
 
-class _WarningHandler(logging.Handler):
+class WarningHandler(logging.Handler):
     """Records warnings and errors of the log as events."""
 
     def __init__(self, writer: RecordWriter, status: RunStatus, texts: bool) -> None:
@@ -367,7 +367,7 @@ class RankPoll:
             engine, load = f"engine/{rank}", usage.load
             before, last = self._engines.get(engine, (now, load))
             self._engines[engine] = (now, load)
-            tokens = _increase(last.generated_tokens_total, load.generated_tokens_total)
+            tokens = increase(last.generated_tokens_total, load.generated_tokens_total)
             rate = None if tokens is None or now <= before else round(tokens / (now - before), 2)
             self._writer.line(
                 "engines",
@@ -378,7 +378,7 @@ class RankPoll:
                     "waiting": load.requests_waiting,
                     "tokens_per_s": rate,
                     "kv_used": load.kv_cache_used,
-                    "preemptions": _increase(last.preemptions_total, load.preemptions_total),
+                    "preemptions": increase(last.preemptions_total, load.preemptions_total),
                     "kv_bytes": load.kv_cache_bytes,
                     "weight_version": load.weight_version,
                 },
@@ -409,6 +409,6 @@ class RankPoll:
             )
 
 
-def _increase(before: int | None, now: int | None) -> int | None:
+def increase(before: int | None, now: int | None) -> int | None:
     """Increase of a counter; None if it is unknown, or smaller than before: a restarted engine counts from 0."""
     return None if before is None or now is None or now < before else now - before

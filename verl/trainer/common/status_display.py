@@ -64,7 +64,7 @@ def show_status(snapshot: Callable[[], StatusSnapshot | None], console: str = LI
                 while not done.wait(_REDRAW_S if draws else LOG_POLL_S):
                     now = snapshot()
                     if console == LINE:
-                        show(_with_startup(now, waiting_since))
+                        show(with_startup(now, waiting_since))
                     elif now is not None and now.total:
                         show(now)
             except Exception as error:  # noqa: BLE001 - logged; the run continues without its bar
@@ -84,10 +84,10 @@ def _display(console: str, draws: bool) -> AbstractContextManager[Callable[[Stat
     """Return the context with the function that shows a status. `draws`: on a terminal."""
     if console == LINE:
         return _status_line() if draws else nullcontext(LineLog())
-    return _bars() if draws else nullcontext(ProgressLog())
+    return progress_bars() if draws else nullcontext(ProgressLog())
 
 
-def _with_startup(now: StatusSnapshot | None, waiting_since: float) -> StatusSnapshot:
+def with_startup(now: StatusSnapshot | None, waiting_since: float) -> StatusSnapshot:
     """Return the status with the start-up phase of this process, if the controller is in none.
 
     `waiting_since`: since then a controller without status is awaited.
@@ -187,7 +187,7 @@ _rich_streams: list[TextIO] = []
 
 
 @contextmanager
-def _bars() -> Iterator[_ProgressBars]:
+def progress_bars() -> Iterator[_ProgressBars]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -207,21 +207,21 @@ class _ProgressBars:
     """Two rows of a rich `Progress`: the steps, and the samples of the current phase."""
 
     def __init__(self, rows: Any) -> None:
-        self._rows = rows
+        self.rows = rows
         self._steps = rows.add_task("steps", total=None, count="")
         self._phase = rows.add_task("starting", total=None, count="")
         self._last: StatusSnapshot | None = None
 
     def __call__(self, now: StatusSnapshot) -> None:
-        if not self._rows.console.is_terminal:  # the terminal was closed: further drawing would fill a file
-            self._rows.stop()
-        self._rows.update(self._steps, completed=now.step, total=now.total, count=f"{now.step}/{now.total}")
+        if not self.rows.console.is_terminal:  # the terminal was closed: further drawing would fill a file
+            self.rows.stop()
+        self.rows.update(self._steps, completed=now.step, total=now.total, count=f"{now.step}/{now.total}")
         if _is_new_phase(self._last, now):
             # A new row restarts the elapsed time and the estimate.
-            self._rows.remove_task(self._phase)
-            self._phase = self._rows.add_task(now.label, total=None, count="", visible=bool(now.label))
+            self.rows.remove_task(self._phase)
+            self._phase = self.rows.add_task(now.label, total=None, count="", visible=bool(now.label))
         if now.units:  # 0 when ranks are done: keep the last count until the phase ends
-            self._rows.update(self._phase, completed=now.done, total=now.units, count=f"{now.done}/{now.units}")
+            self.rows.update(self._phase, completed=now.done, total=now.units, count=f"{now.done}/{now.units}")
         self._last = now
 
 
@@ -301,18 +301,18 @@ class ControllerOutput(WorkerOutput):
 
     def __init__(self, actor_name: str) -> None:
         """`actor_name`: class name of the controller."""
-        self._actor_name, self._ended = actor_name, threading.Event()
+        self._actor_name, self.ended = actor_name, threading.Event()
         self.has_started = False
         """Whether the controller has written something."""
         super().__init__()
         if not self.is_active:
-            self._ended.set()
+            self.ended.set()
 
     def wait_for_end(self, timeout: float = END_TIMEOUT_S) -> None:
         """Wait until everything that the controller has written is printed, up to `timeout` seconds. Returns at once if
         it has written nothing: a user's own class need not mark the end."""
         if self.has_started:
-            self._ended.wait(timeout)
+            self.ended.wait(timeout)
         self.flush()
 
     def _print(self, data: dict[str, Any]) -> None:
@@ -325,7 +325,7 @@ class ControllerOutput(WorkerOutput):
             stream.write("\n".join([*lines, ""]))
             stream.flush()
         if len(lines) < len(data["lines"]):
-            self._ended.set()
+            self.ended.set()
 
 
 def end_controller_output() -> None:

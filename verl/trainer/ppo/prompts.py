@@ -88,14 +88,14 @@ class PromptStream:
 
     def __init__(self, dataloader: Any, total_epochs: int, batch_size: int) -> None:
         """`batch_size`: number of prompts of `next_batch`."""
-        self._dataloader, self._batch_size = dataloader, batch_size
+        self.dataloader, self._batch_size = dataloader, batch_size
         self._total_epochs = total_epochs
         self._iterator: Iterator[Any] | None = None
         self._drawn_batches = 0
         self._queue: DataProto | None = None
         self._prefetches = isinstance(dataloader, BatchLoader) and not dataloader.is_curriculum
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
-        self._prefetched: Future[tuple[Any, bool]] | None = None
+        self.prefetched: Future[tuple[Any, bool]] | None = None
 
     @property
     def epoch(self) -> int:
@@ -105,7 +105,7 @@ class PromptStream:
     @property
     def batches_per_epoch(self) -> int:
         """Number of batches of the dataloader."""
-        return max(1, len(self._dataloader))
+        return max(1, len(self.dataloader))
 
     @property
     def queued(self) -> int:
@@ -131,8 +131,8 @@ class PromptStream:
 
     def prefetch(self) -> None:
         """Start to load the next batch in a thread, unless one is prefetched or the dataloader does not support it."""
-        if self._prefetches and self._prefetched is None:
-            self._prefetched = self._thread.submit(self._next_rows)
+        if self._prefetches and self.prefetched is None:
+            self.prefetched = self._thread.submit(self.next_rows)
 
     def put_back(self, prompts: DataProto) -> None:
         """Return taken prompts to the front of the queue."""
@@ -143,14 +143,14 @@ class PromptStream:
 
     def update_sampler(self, batch: DataProto) -> None:
         """Pass a scored batch to a curriculum sampler."""
-        sampler = getattr(self._dataloader, "sampler", None)
+        sampler = getattr(self.dataloader, "sampler", None)
         if isinstance(sampler, AbstractCurriculumSampler):
             sampler.update(batch)
 
     def loader_state(self) -> dict[str, Any]:
         """Return the position of the dataloader, without a prefetched batch. Saved in addition to `state_dict`."""
-        fetched = self._prefetched is not None and self._prefetched.exception() is None
-        return self._dataloader.state_dict(without_last=True) if fetched else self._dataloader.state_dict()
+        fetched = self.prefetched is not None and self.prefetched.exception() is None
+        return self.dataloader.state_dict(without_last=True) if fetched else self.dataloader.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the queued prompts as plain data. The position of the dataloader is in `loader_state`."""
@@ -161,35 +161,35 @@ class PromptStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`."""
-        self._iterator, self._prefetched, self._drawn_batches = None, None, int(state["drawn"])
+        self._iterator, self.prefetched, self._drawn_batches = None, None, int(state["drawn"])
         queue = state["waiting"]
         self._queue = None if queue is None else DataProto.from_dict(queue["tensors"], queue["arrays"])
 
     def close(self) -> None:
         """Wait for a running prefetch, up to a limit (the dataset may hang), and stop the dataloader's workers."""
-        if self._prefetched is not None:
-            wait([self._prefetched], timeout=_LAST_FETCH_S)
+        if self.prefetched is not None:
+            wait([self.prefetched], timeout=_LAST_FETCH_S)
         self._iterator = None
-        if isinstance(self._dataloader, BatchLoader):
-            self._dataloader.close()
+        if isinstance(self.dataloader, BatchLoader):
+            self.dataloader.close()
 
     def _draw(self) -> DataProto:
-        rows, new_epoch = self._next_rows() if self._prefetched is None else self._prefetched.result()
-        self._prefetched = None
+        rows, new_epoch = self.next_rows() if self.prefetched is None else self.prefetched.result()
+        self.prefetched = None
         if new_epoch:
             epoch = self._drawn_batches // self.batches_per_epoch + 1
             logger.info("Epoch %d/%d", epoch, max(epoch, self._total_epochs))
         self._drawn_batches += 1
         return DataProto.from_single_dict(rows)
 
-    def _next_rows(self) -> tuple[Any, bool]:
+    def next_rows(self) -> tuple[Any, bool]:
         """Return the next batch of the dataloader, and whether it is the first of an epoch."""
         rows = None if self._iterator is None else next(self._iterator, None)
         if rows is not None:
             return rows, False
         # After a resume with a larger batch size, the epoch may have less than one batch left: try the next epoch.
         for _ in range(2):
-            self._iterator = iter(self._dataloader)
+            self._iterator = iter(self.dataloader)
             if (rows := next(self._iterator, None)) is not None:
                 return rows, True
         raise ValueError("data.sampler: an epoch has less than one batch. Make the sampler yield more rows.")

@@ -260,9 +260,9 @@ class RayPPOTrainer(TrainerAttributes):
             is_last=step >= last,
         )
         metrics |= end_metrics | {"training/global_step": step, "training/epoch": self.state.prompts.epoch}
-        metrics |= self.recovery.metrics() | phase_metrics(self._last_batch, self.phases, self.groups.devices)
+        metrics |= self.recovery.metrics() | phase_metrics(self.last_batch, self.phases, self.groups.devices)
         saving = metrics.get("actor/prefix_saving_flops", 0.0)
-        metrics |= self.groups.mfu(self._last_batch, self.phases.seconds, saving) | self._utilization_metrics()
+        metrics |= self.groups.mfu(self.last_batch, self.phases.seconds, saving) | self._utilization_metrics()
         metrics |= self.hang_detector.step_done(self.phases.seconds["step"])
         metrics |= self.record.end_step(step)
         self._report_metrics(metrics, step)
@@ -444,7 +444,7 @@ class RayPPOTrainer(TrainerAttributes):
 
     def _record_step(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """Update the sampler, record the step and write its dumps."""
-        self._last_batch = batch
+        self.last_batch = batch
         if self._skips_old_log_prob_pass:
             metrics |= self.mismatch.compare_old_log_probs(batch)
         if not self.config.algorithm.filter_groups.enable:  # `DynamicSampling.fill` passes batches to the sampler

@@ -95,7 +95,7 @@ class RecordedStep:
 
     def fetch_tokens(self) -> RecordedStep:
         """Fetch what `lines` needs, in the calling thread: a worker that stores columns may die before `lines` runs."""
-        tokens, _ = self._fetch(["prompts", "responses"]).batch, self._local
+        tokens, _ = self.fetch(["prompts", "responses"]).batch, self._local
         prompts, responses = (tokens[name].cpu().numpy() for name in ("prompts", "responses"))
         prompt_ids = unpadded(prompts, self._prompt_lengths, align_right=True)
         self._all_tokens = prompt_ids, unpadded(responses, self._lengths)
@@ -137,7 +137,7 @@ class RecordedStep:
         tensors = present & _COLUMNS_OF_ALL_ROWS
         if self._known_lengths is None or "response_mask" not in present:
             tensors |= {"attention_mask", "responses"}
-        return self._fetch(tensors, list(self._batch.non_tensor_batch))
+        return self.fetch(tensors, list(self._batch.non_tensor_batch))
 
     @property
     def _objects(self) -> Any:
@@ -183,9 +183,7 @@ class RecordedStep:
         number = {uid: index for index, uid in enumerate(self._uids)}
         return np.array([number[uid] for uid in self._row_uids], dtype=np.int64)
 
-    def _fetch(
-        self, tensors: Collection[str], objects: Sequence[str] = (), rows: np.ndarray | None = None
-    ) -> DataProto:
+    def fetch(self, tensors: Collection[str], objects: Sequence[str] = (), rows: np.ndarray | None = None) -> DataProto:
         """Return these columns in this process; `rows`: only these (None: all)."""
         batch, names = self._batch, sorted(tensors)
         if isinstance(batch, BatchRef):
@@ -288,7 +286,7 @@ class RecordedStep:
             "rewards": [self._rewards(row, _is_number) for row in ends],
         }
         recorded = {*_TOKEN_COLUMNS.values(), *(("prompts", "responses") if options.texts else ())}
-        tensors = self._fetch(recorded & set(self._batch.batch.keys()), rows=rows).batch
+        tensors = self.fetch(recorded & set(self._batch.batch.keys()), rows=rows).batch
         for name, column in _TOKEN_COLUMNS.items():
             if column in tensors.keys():
                 values = tensors[column].cpu().numpy()
@@ -302,7 +300,7 @@ class RecordedStep:
         if self._all_texts is not None:
             return [self._all_texts.prompts[row] for row in rows]
         if prompts is None:
-            prompts = self._fetch(["prompts"], rows=rows).batch["prompts"].cpu().numpy()
+            prompts = self.fetch(["prompts"], rows=rows).batch["prompts"].cpu().numpy()
         return prompt_texts(self._options.tokenizer, unpadded(prompts, self._prompt_lengths[rows], align_right=True))
 
     def _turn_texts(self, rows: np.ndarray, responses: np.ndarray) -> list[list[Turn]]:

@@ -57,13 +57,13 @@ class RolloutManager:
     """Used by the trainer's thread. Only `open` and `close` use the compute lane of the ranks."""
 
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
-        self._config, self._groups = config, groups
-        self._hosts = RolloutHosts(groups, self._receive, self._report_loss)
-        self._needs_open = False
+        self.config, self._groups = config, groups
+        self.hosts = RolloutHosts(groups, self._receive, self._report_loss)
+        self.needs_open = False
         """A host or a replica was lost: `open` has to connect again."""
-        self._jobs: dict[str, ManagedJob] = {}
+        self.jobs: dict[str, ManagedJob] = {}
         self._serial = itertools.count()
-        self._calls: list[OpenCall] = []
+        self.calls: list[OpenCall] = []
         self._cancelled = threading.Event()
 
     # ---------------------------------------------------------------- opening and closing
@@ -71,7 +71,7 @@ class RolloutManager:
     @property
     def is_open(self) -> bool:
         """Whether hosts are connected."""
-        return bool(self._hosts.all)
+        return bool(self.hosts.all)
 
     def open(self) -> None:
         """Open generation on engines and loop workers until `close`. No effect if it is open and no host was lost.
@@ -79,36 +79,36 @@ class RolloutManager:
         Call it again after a WorkerError and recovery: rows of lost hosts are then submitted to other hosts and resume
         from their last partial outputs.
         """
-        if self.is_open and not self._needs_open:
+        if self.is_open and not self.needs_open:
             return
         if self.is_open:
             self._groups.require_engines()
-        self._needs_open = False  # set again by a host that is lost during `_connect`
+        self.needs_open = False  # set again by a host that is lost during `_connect`
         try:
             self._connect()
         except Exception:
-            self._needs_open = True
+            self.needs_open = True
             raise
 
     def _connect(self) -> None:
         """Connect to all hosts, start new hosts, and send the rows that have no host."""
-        self._unassign_rows(self._hosts.connect())
-        for host in self._hosts.all:
+        self._unassign_rows(self.hosts.connect())
+        for host in self.hosts.all:
             if host.closed:
-                for job in self._jobs.values():
+                for job in self.jobs.values():
                     host.handle.call("host.start", job.name, job.meta)
-                self._hosts.start_collecting(host)
-        for job in self._jobs.values():
+                self.hosts.start_collecting(host)
+        for job in self.jobs.values():
             self._send(job, [name for name, row in list(job.rows.items()) if row.host is None])
 
     def close(self) -> None:
         """End all jobs and close generation; raise the error of a failed engine, if there is one."""
-        self._jobs.clear()
-        self._hosts.close()
+        self.jobs.clear()
+        self.hosts.close()
 
     def abandon(self) -> None:
         """Stop processing replies, because the run has failed."""
-        self._hosts.abandon()
+        self.hosts.abandon()
 
     def cancel_waiting(self) -> None:
         """Make `collect` raise CallCancelled from now on. Thread-safe."""
@@ -123,8 +123,8 @@ class RolloutManager:
         finished trajectories as they arrive, by the collector thread of their host.
         """
         job = ManagedJob(f"job-{next(self._serial)}", dict(meta), on_finished)
-        self._jobs[job.name] = job
-        self._hosts.call_all([(host, "host.start", job.name, job.meta) for host in self._hosts.all])
+        self.jobs[job.name] = job
+        self.hosts.call_all([(host, "host.start", job.name, job.meta) for host in self.hosts.all])
         return job.name
 
     def submit(
@@ -135,9 +135,9 @@ class RolloutManager:
         All rows of a prompt are sent to the host with the fewest rows, or to host number `replica`. `partials`: outputs
         to resume from, by row id. If generation is not open, the next `open` sends the rows.
         """
-        names = self._add_rows(self._jobs[job], rows, partials or {})
-        assigned = dict.fromkeys(names, self._hosts.all[replica]) if replica is not None and self.is_open else {}
-        self._send(self._jobs[job], names, assigned)
+        names = self._add_rows(self.jobs[job], rows, partials or {})
+        assigned = dict.fromkeys(names, self.hosts.all[replica]) if replica is not None and self.is_open else {}
+        self._send(self.jobs[job], names, assigned)
         return names
 
     def _add_rows(self, job: ManagedJob, rows: DataProto, partials: Mapping[str, Output]) -> list[str]:
@@ -156,7 +156,7 @@ class RolloutManager:
         Raises the WorkerError of a lost host or engine. After recovery, call `open` and continue to collect.
         """
         self._check_cancelled()
-        managed = self._jobs[job]
+        managed = self.jobs[job]
         event = managed.next_event(timeout)
         while isinstance(event, HostLoss):
             self._raise_loss(event)  # returns if the loss was recovered
@@ -165,23 +165,23 @@ class RolloutManager:
 
     def take_finished(self, job: str) -> list[FinishedTrajectory]:
         """Like `collect`, but without blocking. Errors are left to the next `collect`."""
-        return self._jobs[job].take_finished()
+        return self.jobs[job].take_finished()
 
     def cancel(self, job: str, ids: Sequence[str]) -> None:
         """Cancel these rows and discard their results."""
         by_host: dict[HostState, list[str]] = {}
         for name in ids:
-            row = self._jobs[job].rows.pop(name, None)
+            row = self.jobs[job].rows.pop(name, None)
             if row is not None and row.host is not None:
                 by_host.setdefault(row.host, []).append(name)
         for host, names in by_host.items():
-            self._hosts.call(host, "host.cancel", job, names)
+            self.hosts.call(host, "host.cancel", job, names)
 
     def partials(self, job: str) -> dict[str, Output]:
         """Return the current partial outputs, by row id, of rows in their first model call. Generation continues."""
-        rows = list(self._jobs[job].rows.items())
+        rows = list(self.jobs[job].rows.items())
         outputs = {name: resumable(partial) for name, row in rows if (partial := row.partial) is not None}
-        for host in self._hosts.all:
+        for host in self.hosts.all:
             try:
                 outputs |= host.handle.call("host.partials", job)
             except WorkerError as error:  # raised by the next `collect`; the last reported outputs are returned
@@ -190,10 +190,10 @@ class RolloutManager:
 
     def finish(self, job: str) -> None:
         """End a job and cancel its unfinished rows."""
-        self._jobs.pop(job, None)
-        for host in self._hosts.all:
+        self.jobs.pop(job, None)
+        for host in self.hosts.all:
             if not host.closed:
-                self._hosts.call_if_alive(host, "host.finish", job)
+                self.hosts.call_if_alive(host, "host.finish", job)
 
     # ---------------------------------------------------------------- one batch
 
@@ -214,11 +214,11 @@ class RolloutManager:
             return batch
         named = with_row_names(rows)
         # Another job may be active: the engine probe generates during the recovery of a batch.
-        was_open = self.is_open or bool(self._jobs)
+        was_open = self.is_open or bool(self.jobs)
         job = self.start(meta, on_finished)
         try:
             retry(self.open)
-            ids = self._submit_by_position(job, named)
+            ids = self.submit_by_position(job, named)
             finished: dict[str, FinishedTrajectory] = retry(partial(self._wait, job, len(ids), {}))
             if not was_open:
                 retry(self.close)  # all trajectories have arrived: losing a worker now does not affect the batch
@@ -251,12 +251,12 @@ class RolloutManager:
                 tick(len(new))
         return finished
 
-    def _submit_by_position(self, job: str, rows: DataProto) -> list[str]:
+    def submit_by_position(self, job: str, rows: DataProto) -> list[str]:
         """Submit rows to hosts by their position in the batch (`assign_by_position`); return their ids."""
-        managed = self._jobs[job]
+        managed = self.jobs[job]
         names = self._add_rows(managed, rows, {})
         expect(len(rows))
-        self._send(managed, names, self._hosts.assign_by_position({name: managed.rows[name].kind for name in names}))
+        self._send(managed, names, self.hosts.assign_by_position({name: managed.rows[name].kind for name in names}))
         return names
 
     def _call_generate_sequences(self, rows: DataProto, meta: Mapping[str, Any]) -> DataProto:
@@ -278,13 +278,13 @@ class RolloutManager:
     def monitored(self) -> Iterator[None]:
         """Context of a wait for trajectories: the hang detector monitors the worker groups and can end the wait."""
         groups = [group for group in self._groups.generation_groups if hasattr(group, "processes")]
-        outer, self._calls = self._calls, [OpenCall(group, "collect") for group in groups]
+        outer, self.calls = self.calls, [OpenCall(group, "collect") for group in groups]
         try:
             yield
         finally:
-            for call in self._calls:
+            for call in self.calls:
                 call.close()
-            self._calls = outer  # contexts are nested if the engine probe generates during the recovery of a stream
+            self.calls = outer  # contexts are nested if the engine probe generates during the recovery of a stream
 
     @property
     def uses_ray(self) -> bool:
@@ -294,21 +294,21 @@ class RolloutManager:
     @property
     def engine_count(self) -> int:
         """Number of engine replicas; 0 if generation is not open."""
-        return len(self._hosts.of_kind("engine"))
+        return len(self.hosts.of_kind("engine"))
 
     @property
     def loop_capacity(self) -> int | None:
         """Maximum number of trajectories that loop workers run concurrently; None if the default agent loop does not
         run in loop workers."""
-        agent = self._config.actor_rollout_ref.rollout.agent
+        agent = self.config.actor_rollout_ref.rollout.agent
         if self._groups.is_single_turn(agent.default_agent_loop):
             return None
-        return agent.max_concurrent_requests * len(self._hosts.of_kind("agent"))
+        return agent.max_concurrent_requests * len(self.hosts.of_kind("agent"))
 
     def _host_kinds(self, rows: DataProto) -> list[HostKind]:
         """Return the kind of host for each row: rollout ranks for single-turn rows, loop workers for agents."""
         agents = rows.non_tensor_batch.get("agent_name")
-        default = self._config.actor_rollout_ref.rollout.agent.default_agent_loop
+        default = self.config.actor_rollout_ref.rollout.agent.default_agent_loop
         names = [default] * len(rows) if agents is None else [str(name) for name in agents]
         single = {name: self._groups.is_single_turn(name) for name in set(names)}
         return ["engine" if single[name] else "agent" for name in names]
@@ -320,8 +320,8 @@ class RolloutManager:
                 row.host = None
                 row.parts = [] if (partial := row.partial) is None else [resumable(partial)]
         if any(host.kind == "agent" for host in lost):  # loop workers are restarted together
-            for host in self._hosts.of_kind("engine"):
-                self._hosts.call_if_alive(host, "host.abort_clients")
+            for host in self.hosts.of_kind("engine"):
+                self.hosts.call_if_alive(host, "host.abort_clients")
 
     def _send(
         self, job: ManagedJob, names: Sequence[str], assigned: Mapping[str, HostState] = MappingProxyType({})
@@ -337,7 +337,7 @@ class RolloutManager:
         for name, row in rows.items():
             group = row.kind, name.rpartition("/")[0]
             if name not in assigned and group not in group_hosts:
-                group_hosts[group] = self._hosts.least_loaded(row.kind, loads)
+                group_hosts[group] = self.hosts.least_loaded(row.kind, loads)
             host = row.host = assigned[name] if name in assigned else group_hosts[group]
             loads[host] += 1
             by_host.setdefault((id(host), id(row.batch)), (host, row.batch, []))[2].append(name)
@@ -350,17 +350,17 @@ class RolloutManager:
             partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
             resumed = {name: partial for name, partial in partials.items() if partial.token_ids}
             calls.append((host, "host.submit", job.name, part, resumed))
-        self._hosts.call_all(calls)
+        self.hosts.call_all(calls)
 
     def _unfinished_rows(self) -> list[SubmittedRow]:
         """Return the unfinished rows of all jobs."""
-        return [row for job in self._jobs.values() for row in list(job.rows.values())]
+        return [row for job in self.jobs.values() for row in list(job.rows.values())]
 
     def _report_loss(self, host: HostState, error: Exception | None) -> None:
         """Add a HostLoss to the inboxes of all jobs. The next `collect` raises it, unless `open` has replaced the host
         by then."""
-        self._needs_open = True
-        for job in list(self._jobs.values()):
+        self.needs_open = True
+        for job in list(self.jobs.values()):
             job.inbox.put(HostLoss(host, error))
 
     def _raise_loss(self, loss: HostLoss) -> None:
@@ -369,7 +369,7 @@ class RolloutManager:
         All hosts of a lost group report the loss to all jobs, but it is recovered once: reports about hosts that were
         replaced are ignored, and so is the death of a rank that was restarted meanwhile (for example by a weight sync).
         """
-        if loss.host not in self._hosts.all and (loss.error is None or isinstance(loss.error, WorkerError)):
+        if loss.host not in self.hosts.all and (loss.error is None or isinstance(loss.error, WorkerError)):
             return
         self._groups.require_engines()
         was_restarted = loss.host.kind == "engine" and isinstance(loss.error, WorkerDiedError)
@@ -379,7 +379,7 @@ class RolloutManager:
     def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise CallCancelled("waiting for trajectories was cancelled")
-        for call in self._calls:
+        for call in self.calls:
             if call.abort_error is not None:
                 raise call.abort_error
 
@@ -389,13 +389,13 @@ class RolloutManager:
             host.pulses = reply.pulses
             pulse()
         finished: list[FinishedTrajectory] = []
-        with self._hosts.lock:
+        with self.hosts.lock:
             if host.closed:
                 return  # its rows were submitted to another host, or cancelled
             for job_name, partials in reply.partials.items():
-                if (job_of_partials := self._jobs.get(job_name)) is not None:
+                if (job_of_partials := self.jobs.get(job_name)) is not None:
                     job_of_partials.add_partials(partials)
-            job = self._jobs.get(reply.job or "")
+            job = self.jobs.get(reply.job or "")
             if job is not None and rows is not None:
                 received = finished_trajectories(reply, rows)
                 finished = [item for item in received if job.rows.pop(item.name, None) is not None]

@@ -102,13 +102,13 @@ class TrainerState:
         if groups.critic is not None:
             parts["critic"] = background_part(groups.critic, self._workers[Role.Critic])
         exports = "hf_model" in self._config.actor_rollout_ref.actor.checkpoint.save_contents
-        state = self._snapshot if self._saves_snapshot else self._contents(partials=True)
+        state = self._snapshot if self._saves_snapshot else self.contents(partials=True)
         assert state is not None
         self.saver.begin(state, parts, ["actor/huggingface"] if exports else [])
 
     def take_snapshot(self) -> None:
         """Copy the current state, for `restore_snapshot`."""
-        self._snapshot = copy.deepcopy(self._contents(partials=False))
+        self._snapshot = copy.deepcopy(self.contents(partials=False))
 
     def restore_snapshot(self) -> None:
         """After the current step was given up: restore the last snapshot. Later saves write it.
@@ -121,7 +121,7 @@ class TrainerState:
             self._snapshot[name] for name in ("global_steps", "policy_version", "kl_coef")
         )
 
-    def _contents(self, partials: bool) -> dict[str, Any]:
+    def contents(self, partials: bool) -> dict[str, Any]:
         stream = {} if self.stream is None else {"answers": self.stream.state(partials)}
         return stream | {
             "global_steps": self.step,

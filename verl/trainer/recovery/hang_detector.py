@@ -156,10 +156,10 @@ class HangDetector:
             self._rank_progress, self._no_progress_since = rank_progress, now
             if self._standstill_since is None:
                 self._clear_problem(phase)
-        self._log_activity(reports, now)
+        self.log_activity(reports, now)
         return self._handle(phase, self._diagnose(calls, reports), calls, reports, now)
 
-    def _log_activity(self, reports: Sequence[RankReport], now: float) -> None:
+    def log_activity(self, reports: Sequence[RankReport], now: float) -> None:
         """Set the status to the first long operation of a rank, and log it every `_ACTIVITY_LOG_S` seconds."""
         active = [(report, report.heartbeat.activity) for report in reports if report.heartbeat.activity is not None]
         self._status.activity = active[0][1].label if active else None

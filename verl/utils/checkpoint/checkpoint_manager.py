@@ -180,7 +180,7 @@ class CheckpointManager:
         if self._newest is not None:
             with self._deleting:
                 try:
-                    _apply_limits(self.root, self._newest, self._limits)
+                    apply_limits(self.root, self._newest, self._limits)
                 except OSError as error:
                     logger.warning("%s: steps over the limit could not be deleted: %s", self.root, error)
 
@@ -190,7 +190,7 @@ class CheckpointManager:
         return find_problems(Path(path))
 
 
-def _apply_limits(root: Path, newest: Path, limits: Mapping[str, int | None]) -> None:
+def apply_limits(root: Path, newest: Path, limits: Mapping[str, int | None]) -> None:
     """Delete old steps, or parts of them. `limits`: the number of steps that keep a part (None: all); `_STEP` stands
     for the whole step.
 

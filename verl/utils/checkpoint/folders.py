@@ -246,7 +246,7 @@ class FolderOwnership:
     """Ownership of a folder until `close`. A second one in the same process shares it (a notebook's new trainer)."""
 
     # A process loses its lock with the first of its files on the locked one that is closed, so there is only one.
-    _held: ClassVar[dict[Path, tuple[int, BinaryIO, int]]] = {}
+    held: ClassVar[dict[Path, tuple[int, BinaryIO, int]]] = {}
 
     def __init__(self, folder: str | os.PathLike[str], timeout: float = _OWNER_TIMEOUT_S) -> None:
         """Create the folder if necessary and take it; FolderTakenError after `timeout` seconds."""
@@ -254,21 +254,21 @@ class FolderOwnership:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path.resolve()
         self._closed = False
-        pid, file, count = self._held.get(self._path, (0, None, 0))
+        pid, file, count = self.held.get(self._path, (0, None, 0))
         if file is None or pid != os.getpid():
             file, count = _take_folder(self._path, timeout), 0
-        self._held[self._path] = (os.getpid(), file, count + 1)
+        self.held[self._path] = (os.getpid(), file, count + 1)
 
     def close(self) -> None:
         """Release the folder; safe to call twice."""
-        pid, file, count = self._held.get(self._path, (0, None, 0))
+        pid, file, count = self.held.get(self._path, (0, None, 0))
         if self._closed or file is None or pid != os.getpid():
             return
         self._closed = True
         if count > 1:
-            self._held[self._path] = (pid, file, count - 1)
+            self.held[self._path] = (pid, file, count - 1)
             return
-        del self._held[self._path]
+        del self.held[self._path]
         file.truncate(0)
         file.close()
 

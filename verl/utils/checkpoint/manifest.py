@@ -127,7 +127,7 @@ def write_manifest(folder: Path, step: int, serial: int) -> Manifest:
     with _pool() as pool:
         records = list(pool.map(lambda name: _sync_and_record(folder / name, recorded.get(name)), names))
     manifest = Manifest(step, serial, dict(zip(names, records, strict=True)))
-    write_durably(folder / MANIFEST, _encode(manifest))
+    write_durably(folder / MANIFEST, encode_manifest(manifest))
     for directory, _, _ in os.walk(folder):
         sync_folder(Path(directory))
     return manifest
@@ -149,7 +149,7 @@ def drop_part(folder: Path, part: str) -> None:
     manifest = read_manifest(folder)
     files = {name: record for name, record in manifest.files.items() if not _is_in(name, part)}
     dropped = tuple(sorted({*manifest.dropped, part}))
-    write_durably(folder / MANIFEST, _encode(replace(manifest, files=files, dropped=dropped)))
+    write_durably(folder / MANIFEST, encode_manifest(replace(manifest, files=files, dropped=dropped)))
 
 
 def decode_manifest(content: bytes) -> Manifest:
@@ -294,7 +294,7 @@ def _files_in(folder: Path) -> Iterator[str]:
                 yield relative
 
 
-def _encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     files = {name: asdict(record) for name, record in manifest.files.items()}
     fields: dict[str, Any] = {"format": _FORMAT, "step": manifest.step, "serial": manifest.serial, "files": files}
     fields["dropped"] = list(manifest.dropped)

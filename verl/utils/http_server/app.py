@@ -113,7 +113,7 @@ class _RequestMiddleware:
         self._health, self._error_content = health, error_content
         self._max_body, self._api_key = max_body_bytes, api_key
         self._available = ", ".join(["GET /health", *map(_describe_route, routes)])
-        self._buffered_bytes = 0  # of large bodies, see `BUFFER_BUDGET_BYTES`
+        self.buffered_bytes = 0  # of large bodies, see `BUFFER_BUDGET_BYTES`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["path"] = scope["path"].rstrip("/") or "/"
@@ -173,7 +173,7 @@ class _RequestMiddleware:
 
     def _adjust_buffered(self, current_size: int, new_size: int) -> None:
         """Record that the size of a buffered body has changed."""
-        self._buffered_bytes += _budgeted(new_size) - _budgeted(current_size)
+        self.buffered_bytes += _budgeted(new_size) - _budgeted(current_size)
 
     def _authenticate(self, headers: Headers) -> None:
         if self._api_key is None:
@@ -189,7 +189,7 @@ class _RequestMiddleware:
             raise HttpError(401, "Incorrect API key provided.", code="invalid_api_key")
 
     async def _read_body(self, headers: Headers, receive: Receive) -> bytes | bytearray:
-        """Return the body, counted in `_buffered_bytes`. A body that is too large is received but not stored."""
+        """Return the body, counted in `buffered_bytes`. A body that is too large is received but not stored."""
         expected_size = _content_length(headers)
         if expected_size > self._max_body and "expect" in headers:  # the client waits for this before it sends the body
             raise self._too_large()
@@ -223,7 +223,7 @@ class _RequestMiddleware:
         exceed the budget of all bodies; None: it may grow. `expected_size`: its final size, as far as known."""
         if expected_size > self._max_body:
             return self._too_large()
-        other_bodies = self._buffered_bytes - _budgeted(current_size)
+        other_bodies = self.buffered_bytes - _budgeted(current_size)
         if new_size > _SMALL_BODY_BYTES and other_bodies + new_size > max(BUFFER_BUDGET_BYTES, self._max_body):
             return HttpError(503, "the server is receiving too many large requests at the same time. Try again later.")
         return None

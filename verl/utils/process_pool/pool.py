@@ -90,7 +90,7 @@ class ProcessPool:
         self._initializer = initializer
         self._memory_limit, self._max_growth, self._prefork = memory_limit, max_growth, prefork
         self._waiting: deque[Task] = deque()
-        self._workers: dict[int, WorkerProcess] = {}
+        self.workers: dict[int, WorkerProcess] = {}
         self._pacing = CallPacing()
         self._servers_lost = 0  # since the last result
         self.retried_calls = 0
@@ -211,29 +211,29 @@ class ProcessPool:
             raise EOFError(f"the fork server was lost {self._servers_lost} times without a result in between")
         logger.warning("%s: starting another one and retrying its calls.", reason)
         self._close_processes()
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             if worker.tasks:
                 self._retry(worker.tasks.popleft(), "lost its process with the fork server")
             self._requeue(worker, keep=0)
-        self._workers.clear()
+        self.workers.clear()
         self._start_server()
 
     def _close_processes(self) -> None:
         self._selector.close()
         self._server.close()
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             worker.link.close()
 
     def _stop(self, reason: str) -> None:
         with self._lock:
             if self._thread is threading.current_thread():  # not closed by a caller: the next call restarts the pool
                 self._thread = None
-            unfinished = [task for worker in self._workers.values() for task in worker.tasks] + list(self._waiting)
+            unfinished = [task for worker in self.workers.values() for task in worker.tasks] + list(self._waiting)
             self._waiting.clear()
         self._close_processes()
         self._wakeup_receiver.close()
         self._wakeup_sender.close()
-        self._workers.clear()
+        self.workers.clear()
         for task in unfinished:
             task.finish(None, PoolClosed(reason))
 
@@ -242,7 +242,7 @@ class ProcessPool:
     def _dispatch(self) -> None:
         """Send waiting calls to idle workers; fork workers up to the limit."""
         while self._waiting:
-            counted = [worker for worker in self._workers.values() if not worker.blocked]
+            counted = [worker for worker in self.workers.values() if not worker.blocked]
             worker = next((worker for worker in counted if not worker.tasks), None)
             if worker is not None and process_tree.why_not_running(worker.pid) == "stopped":
                 self._kill(worker)
@@ -259,18 +259,18 @@ class ProcessPool:
                 worker.send()
             except OSError:  # it ended before it could read; only its first calls can be the cause
                 self._on_worker_exit(worker, blame_call=not worker.completed)
-        while self._prefork and len(self._workers) < self._processes:
+        while self._prefork and len(self.workers) < self._processes:
             self._fork()
 
     def _fork(self) -> WorkerProcess:
         worker = self._server.fork()
-        self._workers[worker.pid] = worker
+        self.workers[worker.pid] = worker
         self._selector.register(worker.link, selectors.EVENT_READ, worker)
         return worker
 
     def _wait_for_results(self) -> None:
         """Sleep until a worker should be done: waking up for every result would cost more than most calls."""
-        left = [len(worker.tasks) for worker in self._workers.values() if worker.tasks and not worker.blocked]
+        left = [len(worker.tasks) for worker in self.workers.values() if worker.tasks and not worker.blocked]
         if left and min(left) > 1:
             time.sleep(self._pacing.wait_seconds(min(left)))
 
@@ -281,7 +281,7 @@ class ProcessPool:
                     pass
         elif ready.fileobj is self._server.control:  # replies are read by the requests; this event is the server's end
             raise EOFError("the fork server ended")
-        elif ready.data.pid in self._workers:
+        elif ready.data.pid in self.workers:
             self._read(ready.data)
 
     def _read(self, worker: WorkerProcess) -> None:
@@ -310,10 +310,10 @@ class ProcessPool:
         results = worker.completed - before
         if results and not imported:
             self._pacing.update(took, results)
-        if results and worker.pid in self._workers:
+        if results and worker.pid in self.workers:
             worker.start_clock()
             # A worker that was blocked may have been replaced meanwhile.
-            if not worker.tasks and sum(not other.blocked for other in self._workers.values()) > self._processes:
+            if not worker.tasks and sum(not other.blocked for other in self.workers.values()) > self._processes:
                 self._kill(worker)
 
     def _handle_result(self, worker: WorkerProcess, kind: bytes, content: memoryview) -> bool:
@@ -335,12 +335,12 @@ class ProcessPool:
 
     def _check_clocks(self) -> None:
         now = time.monotonic()
-        for worker in list(self._workers.values()):
+        for worker in list(self.workers.values()):
             if not worker.tasks or now < self._next_check(worker):
                 continue
             task = worker.tasks[0]
             self._read(worker)  # the result may have arrived: this thread may have had no CPU either
-            if worker.pid not in self._workers or not worker.tasks or worker.tasks[0] is not task:
+            if worker.pid not in self.workers or not worker.tasks or worker.tasks[0] is not task:
                 continue
             recent = worker.checked_at == worker.started_at and now - worker.started_at < CHECK_SECONDS
             worker.check_state(now)
@@ -360,7 +360,7 @@ class ProcessPool:
 
         `recent`: this is the first check of the call. Calls behind one that computes stay until other workers are idle.
         """
-        if sum(other.blocked for other in self._workers.values()) > _MAX_BLOCKED_WORKERS:
+        if sum(other.blocked for other in self.workers.values()) > _MAX_BLOCKED_WORKERS:
             worker.blocked = False
         # A call that computes usually finishes soon, or has had little CPU time so far.
         if worker.blocked or not (recent or self._waiting):
@@ -369,7 +369,7 @@ class ProcessPool:
 
     def _seconds_to_next_event(self) -> float | None:
         """Seconds until a call must be checked or stopped; None: until a message arrives."""
-        events = [self._next_check(worker) for worker in self._workers.values() if worker.tasks]
+        events = [self._next_check(worker) for worker in self.workers.values() if worker.tasks]
         return max(0.0, min(events) - time.monotonic()) if events else None
 
     def _next_check(self, worker: WorkerProcess) -> float:
@@ -412,7 +412,7 @@ class ProcessPool:
 
     def _remove(self, worker: WorkerProcess) -> None:
         self._selector.unregister(worker.link)
-        del self._workers[worker.pid]
+        del self.workers[worker.pid]
 
 
 def gather_results(start: Callable[[DoneCallback], None], calls: int, units: Sequence[int] | None = None) -> list[Any]:

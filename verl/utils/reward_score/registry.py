@@ -40,7 +40,7 @@ class ScoreFunction:
         )
 
 
-_TABLE: dict[str, ScoreFunction] = {}
+SCORE_FUNCTIONS: dict[str, ScoreFunction] = {}
 
 
 def register_score(
@@ -56,13 +56,13 @@ def register_score(
 
     def add(function: Function) -> Function:
         for source in data_sources:
-            existing = _TABLE.get(source)
+            existing = SCORE_FUNCTIONS.get(source)
             if existing is not None and _name(existing.compute) != _name(function):
                 raise ValueError(
                     f"data_source {source!r}: {_name(existing.compute)} already scores it. Register another name, or"
                     " set custom_reward_function.path to replace it."
                 )
-            _TABLE[source] = ScoreFunction(function, answer, extract)
+            SCORE_FUNCTIONS[source] = ScoreFunction(function, answer, extract)
         return function
 
     return add
@@ -70,14 +70,14 @@ def register_score(
 
 def set_arguments(function: Callable[..., Any], **arguments: Any) -> None:
     """Add arguments to every call of this function, also in scorer processes."""
-    for source, entry in _TABLE.items():
+    for source, entry in SCORE_FUNCTIONS.items():
         if entry.compute is function:
-            _TABLE[source] = replace(entry, arguments=arguments)
+            SCORE_FUNCTIONS[source] = replace(entry, arguments=arguments)
 
 
 def known_data_sources() -> list[str]:
     """Every data source with a reward function; some are patterns."""
-    return sorted(_TABLE)
+    return sorted(SCORE_FUNCTIONS)
 
 
 def matching(data_source: str, known: Collection[str]) -> str | None:
@@ -89,10 +89,10 @@ def matching(data_source: str, known: Collection[str]) -> str | None:
 
 def score_function(data_source: str) -> ScoreFunction:
     """The reward function of a data source; a ValueError lists the known ones."""
-    name = matching(str(data_source), _TABLE)
+    name = matching(str(data_source), SCORE_FUNCTIONS)
     if name is None:
-        raise ValueError(unknown_source(str(data_source), _TABLE))
-    return _TABLE[name]
+        raise ValueError(unknown_source(str(data_source), SCORE_FUNCTIONS))
+    return SCORE_FUNCTIONS[name]
 
 
 def unknown_source(data_source: str, known: Iterable[str], key: str = "data_source") -> str:
@@ -138,14 +138,14 @@ def user_functions() -> dict[str, ScoreFunction]:
     """Functions that were registered outside this package or have arguments; sent to scorer processes."""
     return {
         source: entry
-        for source, entry in _TABLE.items()
+        for source, entry in SCORE_FUNCTIONS.items()
         if entry.arguments or not entry.compute.__module__.startswith(_BUILT_IN)
     }
 
 
 def register_all(entries: dict[str, ScoreFunction]) -> None:
     """Register the functions of `user_functions`, in a scorer process."""
-    _TABLE.update(entries)
+    SCORE_FUNCTIONS.update(entries)
 
 
 @functools.lru_cache

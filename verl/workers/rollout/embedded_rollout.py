@@ -85,10 +85,10 @@ class EmbeddedRollout(BaseRollout):
         self.config, self.device, self.weight_dtype = config, device, weight_dtype
         self.eos_token_ids = eos_token_ids
         self.pad_token_id = min(eos_token_ids, default=0) if pad_token_id is None else pad_token_id
-        self._loop = loop
+        self.loop = loop
         self._weights = weights
-        self._kv = kv
-        self._released: set[str] = set()
+        self.kv = kv
+        self.released: set[str] = set()
         self._unusable_reason: str | None = None
         """Why the engine cannot generate with its weights: not loaded yet, or a failed update; None: it can."""
         if config.load_format == "dummy":
@@ -99,58 +99,58 @@ class EmbeddedRollout(BaseRollout):
 
     @property
     def version(self) -> int:
-        return self._loop.version
+        return self.loop.version
 
     @property
     def is_leader(self) -> bool:  # type: ignore[override]
-        return not isinstance(self._loop, FollowerEngine)
+        return not isinstance(self.loop, FollowerEngine)
 
     # ---------------------------------------------------------------- requests
 
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
         self._require_ready()
-        return self._loop.submit(requests)
+        return self.loop.submit(requests)
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
-        self._loop.abort(ids)
+        self.loop.abort(ids)
 
     def tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
-        return {} if isinstance(self._loop, FollowerEngine) else self._loop.tokens_since(positions)
+        return {} if isinstance(self.loop, FollowerEngine) else self.loop.tokens_since(positions)
 
     def pause_generation(self, mode: str = "keep", kv: str = "recompute") -> None:
         for name, value, known in (("mode", mode, PAUSE_MODES), ("kv", kv, KV_MODES)):
             if value not in known:
                 raise ValueError(f"pause_generation: {name} {value!r} is unknown. Use one of {known}.")
-        self._loop.pause(mode)
+        self.loop.pause(mode)
         self._keep_kv = kv == "keep"
 
     def resume_generation(self) -> None:
         self._keep_kv = False
-        self._loop.unpause()
+        self.loop.unpause()
 
     def wait_idle(self) -> None:
-        self._loop.halt("wait_idle")
-        self._loop.resume("wait_idle")
+        self.loop.halt("wait_idle")
+        self.loop.resume("wait_idle")
 
     def _require_ready(self) -> None:
         if self._pending_version is not None:
             return  # the loop is halted: the request waits for the new weights, or fails if the update fails
         if self._unusable_reason:
             raise RuntimeError(f"rollout: the engine has no weights to generate with. {self._unusable_reason}")
-        if self._released and isinstance(self._loop, AsyncEngine) and self._loop.paused:
+        if self.released and isinstance(self.loop, AsyncEngine) and self.loop.paused:
             return  # the request waits for the end of the pause, which follows a weight sync
-        if "weights" in self._released and self.config.free_weights:
+        if "weights" in self.released and self.config.free_weights:
             raise RuntimeError(
                 "rollout: the weights were discarded (rollout.free_weights). Update them before generating."
             )
-        if self._released:
-            raise RuntimeError(f"rollout: {sorted(self._released)} are released. Call resume() before generating.")
+        if self.released:
+            raise RuntimeError(f"rollout: {sorted(self.released)} are released. Call resume() before generating.")
 
     # ---------------------------------------------------------------- weights
 
     def begin_update(self, version: int, manifest: Manifest | None) -> None:
         self._weights.check_manifest(manifest)
-        self._loop.halt("update")
+        self.loop.halt("update")
         self._restore({"weights"})
         self._pending_version = version
         try:
@@ -176,10 +176,10 @@ class EmbeddedRollout(BaseRollout):
             self.fail_update(error)
             raise
         assert self._pending_version is not None, "requires begin_update"
-        self._loop.invalidate_kv_cache(running=not self._keep_kv)
-        self._loop.version, self._pending_version = self._pending_version, None
+        self.loop.invalidate_kv_cache(running=not self._keep_kv)
+        self.loop.version, self._pending_version = self._pending_version, None
         self._unusable_reason = None
-        self._loop.resume("update")
+        self.loop.resume("update")
 
     def fail_update(self, error: Exception) -> None:
         """See `BaseRollout.fail_update`: some weights may be overwritten already. Repeated calls have no effect."""
@@ -187,24 +187,24 @@ class EmbeddedRollout(BaseRollout):
             return
         self._unusable_reason = f"The update to version {self._pending_version} failed: {error}"
         self._pending_version = None
-        self._loop.fail(error)
-        self._loop.resume("update")
+        self.loop.fail(error)
+        self.loop.resume("update")
 
     # ---------------------------------------------------------------- memory and life
 
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         """Release memory. Weights move to host memory, or are discarded until the next update (`free_weights`).
         Unfinished requests continue after `resume`."""
-        new = _checked_tags(tags) - self._released
-        self._loop.halt("release")
+        new = _checked_tags(tags) - self.released
+        self.loop.halt("release")
         if "kv_cache" in new:
-            self._loop.invalidate_kv_cache()
-            if self._kv is not None:
-                self._kv.release()
+            self.loop.invalidate_kv_cache()
+            if self.kv is not None:
+                self.kv.release()
         # On a CPU, weights are in host memory already.
         if "weights" in new and (self.config.free_weights or self.device.type != "cpu"):
             self._weights.offload()
-        self._released |= new
+        self.released |= new
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         logger.debug("rollout: released %s; in use: %s", sorted(new), self.held_bytes())
@@ -214,28 +214,28 @@ class EmbeddedRollout(BaseRollout):
         self._restore(_checked_tags(tags) - ({"weights"} if self.config.free_weights else set()))
 
     def _restore(self, tags: set[str]) -> None:
-        restored = tags & self._released
+        restored = tags & self.released
         if "weights" in restored:
             self._weights.onload()
-        if "kv_cache" in restored and self._kv is not None:
-            self._kv.restore()
-        self._released -= restored
+        if "kv_cache" in restored and self.kv is not None:
+            self.kv.restore()
+        self.released -= restored
         if restored and self.device.type == "cuda" and not self.config.free_cache_engine:
             torch.cuda.current_stream(self.device).synchronize()  # engine steps run on another stream
-        if not self._released:
-            self._loop.resume("release")
+        if not self.released:
+            self.loop.resume("release")
 
     def held_bytes(self) -> dict[str, int]:
         """Device memory of the engine by purpose. Tables and captured graphs, which are never released, are not
         included."""
-        return {"weights": self._weights.held_bytes, "kv_cache": 0 if self._kv is None else self._kv.held_bytes}
+        return {"weights": self._weights.held_bytes, "kv_cache": 0 if self.kv is None else self.kv.held_bytes}
 
     def load(self) -> Load:
         held = self.held_bytes()
         memory = {"kv_cache_bytes": held["kv_cache"], "weight_bytes": held["weights"], "weight_version": self.version}
-        if isinstance(self._loop, FollowerEngine):
+        if isinstance(self.loop, FollowerEngine):
             return Load(**memory)
-        running, waiting, tokens = self._loop.counts()
+        running, waiting, tokens = self.loop.counts()
         return Load(
             requests_running=running,
             requests_waiting=waiting,
@@ -259,7 +259,7 @@ class EmbeddedRollout(BaseRollout):
         return None
 
     def close(self) -> None:
-        self._loop.close()
+        self.loop.close()
 
 
 def _checked_tags(tags: Iterable[str]) -> set[str]:

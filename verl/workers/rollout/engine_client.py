@@ -132,7 +132,7 @@ class EngineClient:
         self._first_calls: dict[CallTrace, tuple[Request, _Replica]] = {}
         self.generating = 0
         """Number of unfinished requests."""
-        self._replicas = [self._connect(handle, client) for handle in handles]
+        self.replicas = [self._connect(handle, client) for handle in handles]
 
     async def generate(
         self,
@@ -216,9 +216,9 @@ class EngineClient:
 
     def reconnect(self, handles: Sequence[RankHandle]) -> None:
         """Reconnect to lost replicas, which were restarted; their requests resume. `handles`: one per replica."""
-        self._replicas = [
+        self.replicas = [
             replica if replica.lost is None else self._reconnect(replica, handle)
-            for replica, handle in zip(self._replicas, handles, strict=True)
+            for replica, handle in zip(self.replicas, handles, strict=True)
         ]
         self._reconnected.set()
         self._reconnected = asyncio.Event()
@@ -226,7 +226,7 @@ class EngineClient:
     def close(self) -> None:
         """Cancel all requests; later requests fail with EngineLostError."""
         self._closed = True
-        for replica in self._replicas:
+        for replica in self.replicas:
             self._disconnect(replica)
         self._reconnected.set()
 
@@ -250,7 +250,7 @@ class EngineClient:
             if resume_from is not None and is_first_call:
                 trace.set_partial(list(request.prompt_ids), resume_from)
             request = replace(request, id=self._new_id(), resume_from=resume_from)
-            while all(replica.lost is not None for replica in self._replicas):
+            while all(replica.lost is not None for replica in self.replicas):
                 if self._closed:
                     raise EngineLostError("generation has ended")
                 await self._reconnected.wait()
@@ -287,7 +287,7 @@ class EngineClient:
         if replica is not None and replica.lost is None:
             self._replica_of_conversation.move_to_end(request_id)
             return replica
-        alive = [replica for replica in self._replicas if replica.lost is None] or self._replicas
+        alive = [replica for replica in self.replicas if replica.lost is None] or self.replicas
         order = [alive[(self._next_preferred + step) % len(alive)] for step in range(len(alive))]
         self._next_preferred += 1
         least_loaded = min(order, key=lambda replica: replica.load)
@@ -349,11 +349,11 @@ class EngineClient:
                 except Exception as error:  # noqa: BLE001 - unfinished requests fail with it
                     self._loop.call_soon_threadsafe(self._mark_lost, replica, f"{type(error).__name__}: {error}")
                     return
-                self._loop.call_soon_threadsafe(self._on_outputs, replica, collected)
+                self._loop.call_soon_threadsafe(self.on_outputs, replica, collected)
                 if collected.closed:
                     return
 
-    def _on_outputs(self, replica: _Replica, collected: CollectedOutputs) -> None:
+    def on_outputs(self, replica: _Replica, collected: CollectedOutputs) -> None:
         """Process one reply of a replica; called in the event loop."""
         if collected.pulses != replica.pulses:
             replica.pulses, replica.last_progress = collected.pulses, time.monotonic()

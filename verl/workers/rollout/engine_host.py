@@ -75,14 +75,14 @@ class EngineHost(LoopHost):
 
     def __init__(self, rollout: RequestEngine, no_experts: Callable[[], np.ndarray | None] = lambda: None) -> None:
         super().__init__(rollout.config, rollout.eos_token_ids, rollout.pad_token_id, no_experts)
-        self._rollout = rollout
+        self.rollout = rollout
         self._error: BaseException | None = None
         self._futures: dict[str, Future[Output]] = {}
         """Unfinished requests of rows and clients."""
         self._busy = BusySpans(GENERATING)
         self._requests: dict[RolloutTask, Request] = {}
         """Requests of unfinished rows."""
-        self._outputs: dict[str, list[RequestOutput]] = defaultdict(list)
+        self.outputs: dict[str, list[RequestOutput]] = defaultdict(list)
         """By client: results that it has not collected."""
         self._conditions: dict[str, threading.Condition] = {}
         self._reported: dict[str, dict[str, int]] = defaultdict(dict)
@@ -95,7 +95,7 @@ class EngineHost(LoopHost):
         if self._closed:
             return  # `collect_outputs` reports that the host is closed
         try:
-            futures = self._rollout.submit(requests)
+            futures = self.rollout.submit(requests)
         except ValueError as error:
             if len(requests) > 1:
                 for request in requests:
@@ -124,10 +124,10 @@ class EngineHost(LoopHost):
         Called by one thread per client at a time.
         """
         with self._changed:
-            self._client_changed(client).wait_for(lambda: self._closed or bool(self._outputs.get(client)), timeout)
+            self._client_changed(client).wait_for(lambda: self._closed or bool(self.outputs.get(client)), timeout)
         partials = self._partials_of_client(client) if with_partials else {}
         with self._changed:
-            outputs = self._outputs.pop(client, [])
+            outputs = self.outputs.pop(client, [])
             return CollectedOutputs(
                 outputs, len(self._futures), pulse_count(), self._closed, stopped_helper(), partials
             )
@@ -138,15 +138,15 @@ class EngineHost(LoopHost):
 
     def abort_requests(self, ids: Iterable[str]) -> None:
         """Abort these requests at the next token."""
-        self._rollout.abort(list(ids))
+        self.rollout.abort(list(ids))
 
     def abort_clients(self) -> None:
         """Abort the requests of all clients, whose processes have ended."""
         with self._changed:
             ids = [request_id for requests in self._reported.values() for request_id in requests]
             self._reported.clear()
-            self._outputs.clear()
-        self._rollout.abort(ids)
+            self.outputs.clear()
+        self.rollout.abort(ids)
 
     def _partials_of_client(self, client: str) -> dict[str, Output]:
         with self._changed:
@@ -178,7 +178,7 @@ class EngineHost(LoopHost):
 
     def _store(self, client: str, output: RequestOutput) -> None:
         with self._changed:
-            self._outputs[client].append(output)
+            self.outputs[client].append(output)
             self._client_changed(client).notify_all()
 
     def _client_changed(self, client: str) -> threading.Condition:
@@ -192,7 +192,7 @@ class EngineHost(LoopHost):
     def _begin(self, job: RolloutJob, tasks: Sequence[RolloutTask]) -> None:
         requests = [(task, request) for task in tasks if (request := self._request(job, task)) is not None]
         try:
-            futures = self._rollout.submit([request for _, request in requests])
+            futures = self.rollout.submit([request for _, request in requests])
         except ValueError as error:
             if not job.agent_columns:
                 raise
@@ -230,7 +230,7 @@ class EngineHost(LoopHost):
         with self._changed:
             ids = [self._requests[task].id for task in tasks if task in self._requests]
         if ids:
-            self._rollout.abort(ids)
+            self.rollout.abort(ids)
 
     def _on_row_done(
         self, job: RolloutJob, task: RolloutTask, request_id: str, started: float, future: Future[Output]
@@ -285,7 +285,7 @@ class EngineHost(LoopHost):
 
     def _tokens_since(self, positions: Mapping[str, int]) -> dict[str, Output]:
         try:
-            pieces = self._rollout.tokens_since(positions)
+            pieces = self.rollout.tokens_since(positions)
         except EngineDiedError:  # the requests fail with this error, which reports it
             return {}
         return {name: replace(piece, raw_log_probs=[]) for name, piece in pieces.items()}
@@ -309,7 +309,7 @@ class EngineHost(LoopHost):
             for condition in self._conditions.values():
                 condition.notify_all()
             unfinished = dict(self._futures)
-        self._rollout.abort(unfinished)
+        self.rollout.abort(unfinished)
         wait(unfinished.values())
         self.raise_if_failed()
 

@@ -59,7 +59,7 @@ class LoopHost(ABC):
         self._no_experts = functools.cache(no_experts)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._jobs: dict[str, RolloutJob] = {}
+        self.jobs: dict[str, RolloutJob] = {}
         self._failure: str | None = None
         self._lost_replica: str | None = None
         self._closed = False
@@ -68,7 +68,7 @@ class LoopHost(ABC):
         """The job whose trajectories were collected last."""
         self._busy_since: float | None = None
         """Time at which the host last received rows while it was idle; None: it never had rows."""
-        self._next_partials = time.monotonic() + PARTIALS_S
+        self.next_partials = time.monotonic() + PARTIALS_S
 
     # ---------------------------------------------------------------- control calls
 
@@ -77,7 +77,7 @@ class LoopHost(ABC):
         params = sampling_params(self._config, meta, self._end_token_ids, **overrides)
         seed = self._config.seed if meta.get("seed") is None else int(meta["seed"])
         with self._changed:
-            self._jobs[job] = RolloutJob(job, meta, params, seed, self._pad_token_id)
+            self.jobs[job] = RolloutJob(job, meta, params, seed, self._pad_token_id)
 
     def submit(self, job: str, rows: DataProto, partials: Mapping[str, Output] | None = None) -> None:
         """Start to generate these rows. `partials`: outputs to resume from, by trajectory name.
@@ -85,7 +85,7 @@ class LoopHost(ABC):
         Ignored if the host does not have this job: either it has ended, or the call was meant for an earlier host of
         this process, whose loss the manager will handle. ValueError, and no row runs, if a row is invalid.
         """
-        open_job = self._jobs.get(job)
+        open_job = self.jobs.get(job)
         if open_job is None:
             return
         tasks = open_job.tasks(rows, partials or {}, self.passes_columns)
@@ -93,8 +93,8 @@ class LoopHost(ABC):
             if self._closed:
                 return
             if self._busy_since is None:
-                add_work_source(self._work)
-            if not any(running.unfinished for running in self._jobs.values()):
+                add_work_source(self.work)
+            if not any(running.unfinished for running in self.jobs.values()):
                 self._busy_since = time.monotonic()
             open_job.unfinished |= {task.key: task for task in tasks}
         try:
@@ -123,9 +123,9 @@ class LoopHost(ABC):
                 self._last_job = job
             lost, self._lost_replica = self._lost_replica, None
         partials: dict[str, dict[str, Output]] = {}
-        if with_partials and time.monotonic() >= self._next_partials:
-            partials = {name: self._new_partials(running) for name, running in list(self._jobs.items())}
-            self._next_partials = time.monotonic() + PARTIALS_S
+        if with_partials and time.monotonic() >= self.next_partials:
+            partials = {name: self._new_partials(running) for name, running in list(self.jobs.items())}
+            self.next_partials = time.monotonic() + PARTIALS_S
         reply = HostReply(
             partials=partials, failure=self._failure, lost_replica=lost, closed=self._closed, pulses=pulse_count()
         )
@@ -142,7 +142,7 @@ class LoopHost(ABC):
     def cancel(self, job: str, names: Iterable[str]) -> None:
         """Cancel these trajectories and discard their results. Tool clean-up runs in the background."""
         with self._changed:
-            open_job = self._jobs.get(job)
+            open_job = self.jobs.get(job)
             if open_job is None:
                 return
             tasks = [task for name in names if (task := open_job.unfinished.pop(name, None)) is not None]
@@ -153,30 +153,30 @@ class LoopHost(ABC):
     def partials(self, job: str) -> dict[str, Output]:
         """Return the current output of every unfinished trajectory in its first model call, to resume from. Generation
         continues."""
-        open_job = self._jobs.get(job)
+        open_job = self.jobs.get(job)
         return {} if open_job is None else self._current_outputs(open_job)
 
     def finish(self, job: str) -> None:
         """End a job; its unfinished rows are cancelled."""
-        if (open_job := self._jobs.get(job)) is not None:
+        if (open_job := self.jobs.get(job)) is not None:
             self.cancel(job, list(open_job.unfinished))
             with self._changed:
-                self._jobs.pop(job, None)
+                self.jobs.pop(job, None)
 
     def reset(self) -> str:
         """End all jobs and return a new id. Calls with the old id, whose replies the caller lost, get empty replies."""
         with self._changed:
             self.id = uuid.uuid4().hex
             self._changed.notify_all()
-        for job in list(self._jobs):
+        for job in list(self.jobs):
             self.finish(job)
         return self.id
 
     def close(self) -> None:
         """End all jobs; `collect` then reports `closed`."""
-        for job in list(self._jobs):
+        for job in list(self.jobs):
             self.finish(job)
-        remove_work_source(self._work)
+        remove_work_source(self.work)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -213,7 +213,7 @@ class LoopHost(ABC):
         sampling = {name: value for name, value in overrides.items() if name != "pad_to_max"}
         meta = {**prompts.meta_info, **{name: overrides[name] for name in overrides if name == "pad_to_max"}}
         self.start(_BATCH, meta, **sampling)
-        job = self._jobs[_BATCH]
+        job = self.jobs[_BATCH]
         tasks = job.tasks(prompts, {}, self.passes_columns)
         for row, task in enumerate(tasks):
             task.key = str(row)
@@ -290,14 +290,14 @@ class LoopHost(ABC):
 
     # ---------------------------------------------------------------- waiting
 
-    def _work(self) -> BackgroundWork | None:
+    def work(self) -> BackgroundWork | None:
         """Unfinished rows, for hang diagnosis."""
-        rows = sum(len(job.unfinished) for job in list(self._jobs.values()))
+        rows = sum(len(job.unfinished) for job in list(self.jobs.values()))
         return BackgroundWork(f"generation of {rows} rows", self._busy_since or 0.0, self.thread_name) if rows else None
 
     def _finished_job(self) -> RolloutJob | None:
         """A job with finished trajectories; among several, not the job that was collected last."""
-        jobs = [job for job in self._jobs.values() if job.finished]
+        jobs = [job for job in self.jobs.values() if job.finished]
         return next((job for job in jobs if job is not self._last_job), jobs[0] if jobs else None)
 
     def _has_report(self) -> bool:
@@ -307,4 +307,4 @@ class LoopHost(ABC):
 
     def _all_finished(self) -> bool:
         """Whether waiting for further trajectories is pointless."""
-        return self._closed or not any(job.unfinished for job in self._jobs.values())
+        return self._closed or not any(job.unfinished for job in self.jobs.values())

@@ -44,7 +44,7 @@ class Inline:
 def model(monkeypatch):
     monkeypatch.setattr(session_module, "TextWorkers", Inline)
     made = Model(MODEL_INFO, CountingTokenizer(), get_parser("hermes"))
-    made._workers.tokenizer = made.tokenizer
+    made.workers.tokenizer = made.tokenizer
     return made
 
 
@@ -78,22 +78,22 @@ def test_a_body_that_cannot_fit_is_refused_unread():
 
 def test_short_texts_stay_in_the_process_and_long_ones_go_to_workers(model, monkeypatch):
     first = add_request(model, "hello")
-    assert model._workers.calls == []
+    assert model.workers.calls == []
     monkeypatch.setattr(session_module, "SHORT_BODY_BYTES", 10)
     monkeypatch.setattr(session_module, "SHORT_TEXT", 10)
     assert add_request(model, "hello").context_ids == first.context_ids
-    assert model._workers.calls == ["read_request", "prompt_ids"]
+    assert model.workers.calls == ["read_request", "prompt_ids"]
 
 
 def test_a_grammar_is_compiled_in_a_worker(model):
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
     with pytest.raises(ApiError, match=r"response_format.*tokenizer\.json"):  # which the one that counts is not
         add_request(model, "hello", response_format=form)
-    assert model._workers.calls == ["read_request"]
+    assert model.workers.calls == ["read_request"]
     without = Model(MODEL_INFO, model.tokenizer, get_parser("hermes"), grammars=False)
-    without._workers.tokenizer = model.tokenizer
+    without.workers.tokenizer = model.tokenizer
     add_request(without, "hello", response_format=form)
-    assert without._workers.calls == ["read_request"]
+    assert without.workers.calls == ["read_request"]
 
 
 def test_a_request_that_is_sent_twice_at_once_has_one_place(model):

@@ -76,9 +76,9 @@ class Run:
         self.stream = GroupStream(*parts)
         self.reported = 0
         self.stream.utilization.set_in_flight = self._report  # type: ignore[method-assign]
-        self._receive, self.stream._receive = self.stream._receive, self._finish_a_group  # type: ignore[method-assign]
-        self._dropped = self.stream._buffer.drop_stale
-        self.stream._buffer.drop_stale = self._drop_while_trajectories_finish  # type: ignore[method-assign]
+        self._receive, self.stream.receive = self.stream.receive, self._finish_a_group  # type: ignore[method-assign]
+        self._dropped = self.stream.buffer.drop_stale
+        self.stream.buffer.drop_stale = self._drop_while_trajectories_finish  # type: ignore[method-assign]
         self.drops = 0
 
     def _report(self, count: int) -> None:
@@ -94,7 +94,7 @@ class Run:
         """Finish these; return when the manager has received them."""
         for rank in self.groups.rollout_ranks:
             rank.engine.advance(names=names)
-        rows = self.rollouts._jobs[self.stream._job].rows if self.stream._job else {}
+        rows = self.rollouts.jobs[self.stream.job].rows if self.stream.job else {}
         wait_for(lambda: not set(names) & set(rows))
 
     def check(self) -> None:
@@ -103,7 +103,7 @@ class Run:
 
     def _drop_while_trajectories_finish(self, version: int) -> Any:
         """Trajectories of a group that is about to be dropped finish after the trainer has received the others."""
-        old = [group for group in self.stream._buffer.in_flight() if version - group.base_version > 1]
+        old = [group for group in self.stream.buffer.in_flight() if version - group.base_version > 1]
         running = set(self.unfinished)
         names = [name for group in old for name in group.state.trajectory_names(ANSWERS) if name in running]
         self.finish([name for name in names if self.rng.random() < 0.4])
@@ -144,7 +144,7 @@ def test_every_trajectory_is_counted_once_while_groups_are_dropped_and_hosts_are
     try:
         for step in range(1, 30):
             run.stream.begin_step(step, step)
-            if run.stream._job is not None:
+            if run.stream.job is not None:
                 run.check()
             run.stream.next_batch()
             run.check()
@@ -155,8 +155,8 @@ def test_every_trajectory_is_counted_once_while_groups_are_dropped_and_hosts_are
                 run.stream.close()  # the next step opens it and submits what is missing
             elif event < 0.2:
                 run.rng.choice(run.groups.rollout_ranks).die()
-                wait_for(lambda: run.rollouts._needs_open)
-                run.groups.retry(run.stream._open)
+                wait_for(lambda: run.rollouts.needs_open)
+                run.groups.retry(run.stream.open)
                 run.check()
     finally:
         run.stream.close()

@@ -84,7 +84,7 @@ def test_one_step_off_trains_batches_of_the_weights_before(task, tmp_path: Path,
 def test_stale_answers_are_weighed_by_what_drew_them(task, tmp_path: Path):
     """In the first step nothing is stale; in the second the ratio to the weights before is no longer 1."""
     trained = run_training(overrides(task, tmp_path, *GRPO, "trainer.mode=one_step_off"))
-    given, mask = trained._last_batch.batch, trained._last_batch.batch["response_mask"]
+    given, mask = trained.last_batch.batch, trained.last_batch.batch["response_mask"]
     ratio = (given["old_log_probs"] - given["rollout_log_probs"]).exp()
     torch.testing.assert_close(given["rollout_is_weights"], ratio.clamp(max=2.0) * mask)
     moved = [step["rollout_corr/log_prob_diff"] for step in trained.history]
@@ -219,7 +219,7 @@ def test_resume_with_another_number_of_answers_asks_all_that_were_ahead_again(ta
     second = run_training([*run, f"{ROLLOUT}.n=3", "data.max_response_length=6"], trainer_cls=Noting)
     uids = [uid for step in (*first.trained, *second.trained) for uid in step]
     assert len(uids) == len(set(uids)) == 32
-    assert second._last_batch.batch["responses"].shape == (24, 6)
+    assert second.last_batch.batch["responses"].shape == (24, 6)
     assert second.history[0]["async/staleness/max"] == 0
 
 
@@ -261,7 +261,7 @@ def test_a_batch_whose_agents_all_failed_has_the_column_of_experts(tmp_path: Pat
     try:
         trainer.init_workers()
         stream = trainer.stream
-        group = stream._new_group(trainer.state.prompts.take(1))
+        group = stream.new_group(trainer.state.prompts.take(1))
         failed = [
             failed_trajectory(KeyError("x"), CallTrace(), group.state.name, number, [5, 6, 7], 8) for number in range(2)
         ]
@@ -269,7 +269,7 @@ def test_a_batch_whose_agents_all_failed_has_the_column_of_experts(tmp_path: Pat
             failed, trainer.config.actor_rollout_ref, trainer.generator.meta(1, validate=False), use_ray=False
         )
         group.state.finished = {one.name: one for one in restored}
-        batch = stream.responses(stream._prompts([group]))
+        batch = stream.responses(stream.group_prompts([group]))
     finally:
         close(trainer)
     experts = batch.batch["routed_experts"]

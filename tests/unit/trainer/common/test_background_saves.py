@@ -166,7 +166,7 @@ class Held(RayPPOTrainer):
     def init_workers(self) -> None:
         super().init_workers()
         self.there: list[list[str]] = []
-        hold_saves(self.actor_wg._host._workers[self.actor_wg.role].engine, self.state.saver)
+        hold_saves(self.actor_wg.worker.engine, self.state.saver)
 
     def _train_step(self, batch: Any) -> dict[str, float]:
         metrics = super()._train_step(batch)
@@ -214,7 +214,7 @@ def test_supervised_steps_train_while_the_one_before_is_written_and_resume_bit_f
         there: list[list[str]] = []
         with SFTTrainer(load_config(None, [*given, *keys, *steps, local, *more], root=SFTConfig)) as trainer:
             trainer.start()
-            engine = next(iter(trainer.worker_group._host._workers.values())).engine
+            engine = trainer.worker_group.worker.engine
             hold_saves(engine, trainer.saver)
             train = trainer._train_step
 
@@ -241,7 +241,7 @@ class BreaksBehind(RayPPOTrainer):
 
     def init_workers(self) -> None:
         super().init_workers()
-        engine = self.actor_wg._host._workers[self.actor_wg.role].engine
+        engine = self.actor_wg.worker.engine
         finish, failures = engine.finish_save, [OSError("the shard is gone"), *self.also]
 
         def finish_or_fail() -> None:
@@ -268,7 +268,7 @@ class LosesItsFolder(RayPPOTrainer):
 
     def init_workers(self) -> None:
         super().init_workers()
-        engine = self.actor_wg._host._workers[self.actor_wg.role].engine
+        engine = self.actor_wg.worker.engine
         finish = engine.finish_save
 
         def finish_and_lose() -> None:

@@ -46,10 +46,10 @@ def test_the_end_of_the_output_can_be_awaited(printed_by_ray, capsys):
     output = ControllerOutput("TaskRunner")
     end_controller_output()
     marker = capsys.readouterr().out.strip()
-    assert not output._ended.is_set()
+    assert not output.ended.is_set()
     dispatcher.emit(lines_of("TaskRunner", "last line", marker))
     output.wait_for_end(timeout=60.0)
-    assert output._ended.is_set()
+    assert output.ended.is_set()
     assert capsys.readouterr().out == "last line\n"
 
 

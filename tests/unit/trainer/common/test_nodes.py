@@ -104,8 +104,8 @@ def started(monkeypatch) -> list[subprocess.Popen]:
         monkeypatch.setenv(name, "")  # restored afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
-    monkeypatch.setattr(ray_cluster, "_set_here", set())
-    monkeypatch.setattr(nodes, "_start_ray", start)
+    monkeypatch.setattr(ray_cluster, "set_here", set())
+    monkeypatch.setattr(nodes, "start_ray", start)
     monkeypatch.setattr(nodes, "POLL_S", 0.05)
     return processes
 

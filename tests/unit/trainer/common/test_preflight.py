@@ -387,8 +387,8 @@ def test_an_unreachable_hub_is_tried_once(problems, silent_hub):
 def test_the_hub_is_requested_while_the_other_checks_run(problems, monkeypatch):
     """The request is answered only after another check has begun: in sequence, it would fail."""
     begun = threading.Event()
-    code = preflight._check_user_code
-    monkeypatch.setattr(preflight, "_check_user_code", lambda *given: (begun.set(), code(*given)))
+    code = preflight.check_user_code
+    monkeypatch.setattr(preflight, "check_user_code", lambda *given: (begun.set(), code(*given)))
     monkeypatch.setattr(
         preflight, "find_hub_problems", lambda repos: dict.fromkeys(repos, "ok" if begun.wait(20) else "not concurrent")
     )

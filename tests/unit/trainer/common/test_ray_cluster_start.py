@@ -31,7 +31,7 @@ def set_load(monkeypatch) -> Callable[[float], None]:
     for name in (*ray_cluster.LIMITS, ray_cluster.NO_CPP_STACKS):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(ray_cluster, "_set_here", set())
+    monkeypatch.setattr(ray_cluster, "set_here", set())
     monkeypatch.setattr(resources, "usable_cores", lambda: 2.0)
 
     def set_to(load: float) -> None:

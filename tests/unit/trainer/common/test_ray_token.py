@@ -167,7 +167,7 @@ def test_without_hard_links_an_existing_token_is_kept(home, monkeypatch):
     monkeypatch.setattr(os, "link", no_links)
     (home / ".ray").mkdir(parents=True)
     token_file().write_text("5" * 64)
-    ray_token._write(token_file(), "6" * 64)  # another process has created it since it was looked for
+    ray_token.write_token(token_file(), "6" * 64)  # another process has created it since it was looked for
     assert token_file().read_text() == "5" * 64
 
 

@@ -73,7 +73,7 @@ def test_a_trainer_holds_its_folder_to_the_end_and_no_longer(task, tmp_path):
     root = tmp_path / "checkpoints"
     run_training(command(task, tmp_path, "trainer.total_training_steps=1"))
     assert (root / folders.OWNER_FILE).read_bytes() == b"", "given back"
-    assert root.resolve() not in folders.FolderOwnership._held
+    assert root.resolve() not in folders.FolderOwnership.held
 
 
 def test_disable_starts_from_scratch_in_a_used_folder_and_logs_where_its_steps_are(task, tmp_path, caplog):

@@ -71,12 +71,12 @@ def test_elsewhere_a_startup_phase_is_logged_every_eight_seconds(said):
 
 
 def test_a_controller_without_a_status_is_awaited_and_phases_of_this_process_are_shown():
-    now = status_display._with_startup(None, time.monotonic() - 20)
+    now = status_display.with_startup(None, time.monotonic() - 20)
     assert (now.startup, round(now.startup_seconds)) == ("controller process", 20)
     with startup_phase("Ray"):
-        assert status_display._with_startup(None, 0.0).startup == "Ray"
-        assert status_display._with_startup(StatusSnapshot(0, 9, startup="data"), 0.0).startup == "data"
-    assert status_display._with_startup(StatusSnapshot(3, 9), 0.0) == StatusSnapshot(3, 9)
+        assert status_display.with_startup(None, 0.0).startup == "Ray"
+        assert status_display.with_startup(StatusSnapshot(0, 9, startup="data"), 0.0).startup == "data"
+    assert status_display.with_startup(StatusSnapshot(3, 9), 0.0) == StatusSnapshot(3, 9)
 
 
 def test_a_terminal_has_the_status_below_the_lines_and_a_file_only_the_lines():
@@ -143,10 +143,10 @@ def test_whoever_prints_while_the_bars_are_closed_has_a_stream_to_the_end(monkey
     monkeypatch.setenv("FORCE_COLOR", "1")
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, io.StringIO())
-    with status_display._bars() as show:
+    with status_display.progress_bars() as show:
         between = weakref.ref(sys.stdout)
         assert type(between()).__module__ == "rich.file_proxy"
-        show._rows.stop()
+        show.rows.stop()
         assert sys.stdout is not between()
     del show
     gc.collect()

@@ -144,14 +144,14 @@ def test_a_failed_generation_does_not_end_the_run_and_leaves_nothing_behind(task
     try:
         trainer.init_workers()
         trainer._sync_weights()
-        worker = trainer.actor_wg._host._workers[trainer.actor_wg.role]
+        worker = trainer.actor_wg.worker
         rows = DataProto.from_single_dict(next(iter(trainer.val_dataloader)))
         with monkeypatch.context() as broken:
             broken.setattr(Engine, "step", _fail)
             with pytest.raises(WorkerCallError, match="broken") as raised:
                 trainer._generate_rows(rows, validate=True)
         assert not is_fatal(raised.value)
-        assert worker.rollout._released == {"kv_cache"}
+        assert worker.rollout.released == {"kv_cache"}
         assert worker.host.closed
         assert not trainer.rollouts.is_open
         assert len(trainer._generate_rows(rows, validate=True)) == len(rows)

@@ -112,13 +112,13 @@ class PreemptedInGeneration(RayPPOTrainer):
 
     def _generate_rows(self, batch: Any, validate: bool) -> Any:
         if (self.global_steps, validate) == self.at:
-            worker = self.actor_wg._host._workers[self.actor_wg.role]
+            worker = self.actor_wg.worker
             worker.rollout.pause_generation("keep")
             threading.Thread(target=self._signal).start()
         return super()._generate_rows(batch, validate)
 
     def _signal(self) -> None:
-        while not any(job.rows for job in self.rollouts._jobs.values()):
+        while not any(job.rows for job in self.rollouts.jobs.values()):
             time.sleep(0.001)
         self.preempt("SIGTERM")
 

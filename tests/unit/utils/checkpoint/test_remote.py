@@ -149,7 +149,7 @@ def test_a_step_that_cannot_be_deleted_costs_neither_the_save_nor_the_copies(tmp
 
     manager = CheckpointManager(tmp_path / "run", max_to_keep=1, remote=str(store.folder))
     with monkeypatch.context() as full, caplog.at_level(logging.WARNING, logger="verl"):
-        full.setattr("verl.utils.checkpoint.checkpoint_manager._apply_limits", fail)
+        full.setattr("verl.utils.checkpoint.checkpoint_manager.apply_limits", fail)
         for step in (1, 2):
             save(manager, step)
             assert manager.uploader.wait(PATIENCE) == []

@@ -326,7 +326,7 @@ def test_a_disconnect_while_the_body_is_sent_frees_what_was_buffered():
         app = create_app(ROUTES, health=dict, max_body_bytes=10**9)
         part = {"type": "http.request", "body": b"x" * 2_000_000, "more_body": True}
         await call(app, [part, {"type": "http.disconnect"}], [].append, "/echo")
-        return app._buffered_bytes
+        return app.buffered_bytes
 
     assert asyncio.run(run()) == 0
 
@@ -368,7 +368,7 @@ def test_slow_small_bodies_do_not_use_the_budget_of_large_ones(monkeypatch):
         for task in slow:
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
-        return statuses[0], app._buffered_bytes
+        return statuses[0], app.buffered_bytes
 
     assert asyncio.run(run()) == (400, 0)
 

@@ -16,10 +16,10 @@ DOCS = Path(__file__).parents[4] / "docs/guides/rewards.md"
 
 @pytest.fixture(autouse=True)
 def _only_ours_afterwards():
-    before = dict(registry._TABLE)
+    before = dict(registry.SCORE_FUNCTIONS)
     yield
-    registry._TABLE.clear()
-    registry._TABLE.update(before)
+    registry.SCORE_FUNCTIONS.clear()
+    registry.SCORE_FUNCTIONS.update(before)
 
 
 def test_functions_are_called_with_the_parameters_they_have():
@@ -108,7 +108,7 @@ def test_data_sources_that_users_have_are_known(source, module):
 def test_a_whole_name_goes_before_patterns_and_a_longer_pattern_before_a_shorter():
     for name in ("mine/*", "mine/math/*", "mine/math/one"):
         register_score(name)(lambda solution_str, ground_truth, name=name: {"score": 0.0, "by": name})
-        registry._TABLE[name].compute.__qualname__ = name  # three functions, not one registered three times
+        registry.SCORE_FUNCTIONS[name].compute.__qualname__ = name  # three functions, not one registered three times
     told = [default_compute_score(source, "", "")["by"] for source in ("mine/math/one", "mine/math/two", "mine/other")]
     assert told == ["mine/math/one", "mine/math/*", "mine/*"]
     with pytest.raises(ValueError, match=r"(?s)data_source.*'mine'"):

@@ -153,8 +153,8 @@ def batch(step: int, rows: int, group: int) -> DataProto:
 def test_no_pass_after_the_first_steps_compiles_again(checkpointing, sharing, kernels):
     """Among them passes of one sequence, and with shared prefixes micro-batches without any."""
     engine = make_engine(tiny_model(), enable_gradient_checkpointing=checkpointing)
-    engine.prefix_sharing = PrefixSharing(sharing, engine._cost, compiled=True)
-    engine._compile_layers()
+    engine.prefix_sharing = PrefixSharing(sharing, engine.cost, compiled=True)
+    engine.compile_layers()
     dice, before, graphs = random.Random(7), compiled_graphs(), []
     for step in range(STEPS):
         # First the special sizes, for which a compiler may generate code that is only valid for them.
@@ -173,8 +173,8 @@ def test_no_pass_after_the_first_steps_compiles_again(checkpointing, sharing, ke
 def test_layers_with_adapters_share_the_code(checkpointing, kernels):
     """The policy, its base weights and the update; also after changes of sizes."""
     engine = make_engine(tiny_model(num_hidden_layers=4), lora_rank=4, enable_gradient_checkpointing=checkpointing)
-    engine.prefix_sharing, engine._compiled = PrefixSharing("true", engine._cost, compiled=True), True
-    engine._compile_layers()
+    engine.prefix_sharing, engine.compiled = PrefixSharing("true", engine.cost, compiled=True), True
+    engine.compile_layers()
     before, graphs = compiled_graphs(), []
     for step, (rows, group) in enumerate(((1, 1), (8, 4), (5, 8), (3, 2))):
         data, micro = batch(step, rows, group), MicroBatching(size=3)
@@ -209,8 +209,8 @@ def test_compiled_trees_have_the_gradients_of_plain_rows(checkpointing, rank, ke
         if rank:
             perturb_lora_b(engine)
         if sharing == "true":
-            engine.prefix_sharing = PrefixSharing(sharing, engine._cost, compiled=True)
-            engine._compile_layers()
+            engine.prefix_sharing = PrefixSharing(sharing, engine.cost, compiled=True)
+            engine.compile_layers()
         micro = MicroBatching(size=4)
         fields = engine.infer(data, ["log_probs"], micro=micro).batch["log_probs"]
         engine.forward_backward(data, token_loss, ["log_probs"], micro=micro)
@@ -268,7 +268,7 @@ def test_compiled_passes_use_prefix_trees_for_all_rows_with_equal_results(kernel
     data, results = batch(3, 5, 4), []  # four rows with a common prompt, and one with another
     for compiled in (False, True):
         engine = make_engine(tiny_model(seed=3))
-        engine.prefix_sharing = PrefixSharing("true", engine._cost, compiled=compiled)
+        engine.prefix_sharing = PrefixSharing("true", engine.cost, compiled=compiled)
         packings = []
         apply = engine.prefix_sharing.apply
 

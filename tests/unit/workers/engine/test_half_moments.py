@@ -109,7 +109,7 @@ def test_a_checkpoint_keeps_its_precision_and_loads_into_another(saved, loaded, 
     first.save(tmp_path)
     second = make_engine(tiny_model(seed=3, num_hidden_layers=1), state_dtype=loaded)
     second.load(tmp_path)
-    wanted, found = first._optimizer.tensors(), second._optimizer.tensors()
+    wanted, found = first.optimizer.tensors(), second.optimizer.tensors()
     moments = [name for name in wanted if "exp_avg" in name]
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     assert {wanted[name].dtype for name in moments} == {dtypes[saved]}

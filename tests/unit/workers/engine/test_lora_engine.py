@@ -104,9 +104,9 @@ def test_a_reference_pass_before_the_first_update_takes_no_gradient_away(folder)
 
 def test_only_adapters_change_and_have_moments(folder, trained):
     base = tiny_model(tie_word_embeddings=True).state_dict()
-    for name, value in trained._adapters.plain(trained.model.hf.state_dict()).items():
+    for name, value in trained.adapters.plain(trained.model.hf.state_dict()).items():
         assert torch.equal(value.cpu(), base[name]), name
-    moments = {name.partition("/")[0] for name in trained._optimizer.tensors()}
+    moments = {name.partition("/")[0] for name in trained.optimizer.tensors()}
     assert moments == set(adapter_values(trained))
     assert all("lora_" in name for name in moments)
 

@@ -28,7 +28,7 @@ def test_tensors_that_are_away_hold_no_memory_and_come_back_bit_for_bit():
     group.offload(tensors)
     assert group.is_offloaded
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0] * 5
-    assert group._host.size == 15 * 4 + 12 * 4 + 3 * 2, "two views of one storage travel once"
+    assert group.host.size == 15 * 4 + 12 * 4 + 3 * 2, "two views of one storage travel once"
     group.reload()
     group.wait()
     assert not group.is_offloaded
@@ -40,12 +40,12 @@ def test_host_memory_is_taken_once_and_used_again(monkeypatch):
     monkeypatch.setattr(offload, "PIECE_BYTES", 64)
     group, tensors = OffloadedTensors(CPU), [torch.randn(50), torch.randn(3)]
     group.offload(tensors)
-    first = [piece.data_ptr() for piece in group._host._pieces]
+    first = [piece.data_ptr() for piece in group.host.pieces]
     for _ in range(2):
         group.reload()
         wanted = [tensor.mul_(2).clone() for tensor in tensors]
         group.offload(tensors)
-    assert [piece.data_ptr() for piece in group._host._pieces] == first
+    assert [piece.data_ptr() for piece in group.host.pieces] == first
     group.reload()
     assert all(torch.equal(found, value) for found, value in zip(tensors, wanted, strict=True))
 
@@ -88,9 +88,9 @@ def test_a_sharded_model_and_its_moments_go_away_and_train_on_as_if_they_had_not
         train(moved, data)
         parameters = [*moved.model.parameters(), *moved.model.buffers()]
         weights.offload(parameters)
-        moments.offload(moved._optimizer.state_tensors())
+        moments.offload(moved.optimizer.state_tensors())
         held = [offload.local_shard(value).untyped_storage().nbytes() for value in parameters]
-        held += [value.untyped_storage().nbytes() for value in moved._optimizer.state_tensors()]
+        held += [value.untyped_storage().nbytes() for value in moved.optimizer.state_tensors()]
         assert len(held) > 20
         assert not any(held)
         for group in (weights, moments):
@@ -108,8 +108,8 @@ def test_after_a_pass_nothing_of_the_gathered_weights_is_left():
     gathered = [tensor for group in groups for one in group.fsdp_params for tensor in one.all_gather_outputs]
     assert gathered
     assert not any(tensor.untyped_storage().nbytes() for tensor in gathered)
-    assert not engine._optimizer.gradients()
-    assert all(shard.untyped_storage().nbytes() == 0 for shard in engine._optimizer._shards.values())
+    assert not engine.optimizer.gradients()
+    assert all(shard.untyped_storage().nbytes() == 0 for shard in engine.optimizer.shards.values())
 
 
 def _groups(module):
@@ -124,8 +124,8 @@ def test_gradients_summed_in_host_memory_equal_those_summed_on_the_device_bit_fo
     waiting = []
     for engine in engines:
         engine.forward_backward(data, token_loss, ["log_probs"], micro=micro)
-        waiting.append(len(engine._memory._gradients._offloaded))
-        engine._memory.wait_ready()
+        waiting.append(len(engine.memory.gradients.offloaded))
+        engine.memory.wait_ready()
     assert waiting[0] == 0
     assert waiting[1] > 20
     wanted, found = (engine_gradients(engine) for engine in engines)

@@ -270,7 +270,7 @@ def test_rounding_of_gradients_stays_rounding_in_the_weights_that_tests_compare(
             engine = make_engine(model, "value", eps=eps)
             for _ in range(2):
                 engine.forward_backward(make_batch(), token_loss, ["values"])
-                for gradient in engine._optimizer.gradients():
+                for gradient in engine.optimizer.gradients():
                     gradient += noise * gradient.abs().max() * torch.randn(gradient.shape, generator=draw)
                 engine.optimizer_step()
             weights[eps, noise] = torch.cat([value.flatten() for value in whole_weights(engine).values()])
@@ -297,7 +297,7 @@ def test_the_learning_rate_follows_the_schedule(schedule, wanted):
 def test_a_gradient_that_is_not_finite_changes_nothing(bad, tmp_path):
     data, engine = make_batch(), make_engine(tiny_model())
     train(engine, data, steps=2)
-    weights, state = whole_weights(engine), {key: value.clone() for key, value in engine._optimizer.tensors().items()}
+    weights, state = whole_weights(engine), {key: value.clone() for key, value in engine.optimizer.tensors().items()}
 
     def broken(outputs, batch, counts):
         loss, metrics = token_loss(outputs, batch, counts)
@@ -309,7 +309,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, tmp_path):
     assert not math.isfinite(metrics["grad_norm"])
     after = whole_weights(engine)
     assert all(torch.equal(after[name], weights[name]) for name in weights)
-    after = engine._optimizer.tensors()
+    after = engine.optimizer.tensors()
     assert set(after) == set(state)
     assert all(torch.equal(_whole(after[name]), _whole(state[name])) for name in state)
     assert train(engine, data)[0]["skipped"] == 0
@@ -319,7 +319,7 @@ def test_a_step_without_a_token_that_counts_moves_neither_weights_nor_moments_no
     """Momentum and weight decay alone would move them."""
     data, engine = make_batch(), make_engine(tiny_model(), weight_decay=0.1, lr_scheduler="cosine", total_steps=9)
     train(engine, data, steps=2)
-    weights, state = whole_weights(engine), {key: value.clone() for key, value in engine._optimizer.tensors().items()}
+    weights, state = whole_weights(engine), {key: value.clone() for key, value in engine.optimizer.tensors().items()}
     masked = make_batch()
     masked.batch["response_mask"] = torch.zeros_like(masked.batch["response_mask"])
     first, second = train(engine, masked, steps=2)
@@ -327,7 +327,7 @@ def test_a_step_without_a_token_that_counts_moves_neither_weights_nor_moments_no
     assert second["lr"] == first["lr"]
     after = whole_weights(engine)
     assert all(torch.equal(after[name], weights[name]) for name in weights)
-    after = engine._optimizer.tensors()
+    after = engine.optimizer.tensors()
     assert all(torch.equal(_whole(after[name]), _whole(state[name])) for name in state)
     assert train(engine, data)[0]["empty"] == 0
     # Only the whole of an optimizer step decides: micro-batches without a token are part of one that has some.
@@ -577,7 +577,7 @@ def test_the_engine_runs_where_it_was_told():
 def test_compiled_layers_report_the_graphs_since_the_last_step(monkeypatch):
     engine, data = make_engine(tiny_model()), make_batch()
     assert "recompiles" not in train(engine, data)[0]
-    engine._compiled = True
+    engine.compiled = True
     counts = iter([3, 3, 4])
     monkeypatch.setattr(base_engine, "compiled_graphs", lambda: next(counts))
     assert [step["recompiles"] for step in train(engine, data, steps=3)] == [3, 0, 1]

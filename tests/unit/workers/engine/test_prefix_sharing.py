@@ -48,7 +48,7 @@ def run(engine, data, micro):
     fields = dict(engine.infer(data, outputs, 0.7, micro).batch.items())
     metrics = engine.forward_backward(data, token_loss, outputs, 0.7, micro)
     gradients = engine_gradients(engine)
-    engine._optimizer.zero_grad()
+    engine.optimizer.zero_grad()
     return fields, metrics, gradients
 
 
@@ -123,7 +123,7 @@ def test_losses_and_aggregations_of_the_actor(mode, loss):
         for micro in splits_of_mode:
             metrics = engine.forward_backward(data, PolicyLoss(config), ("log_probs", "entropy"), micro=micro)
             results.append((metrics["loss"][0], engine_gradients(engine)))
-            engine._optimizer.zero_grad()
+            engine.optimizer.zero_grad()
     for value, gradients in results[1:]:
         assert value == pytest.approx(results[0][0], rel=1e-5)
         assert_close(gradients, results[0][1])
@@ -165,7 +165,7 @@ def policy_engines():
 def train_pass(engine, data, loss, micro, counts):
     metrics = engine.forward_backward(data, loss, ("log_probs", "entropy"), micro=micro, counts=counts)
     gradients = {name: value.clone() for name, value in engine_gradients(engine).items()}
-    engine._optimizer.zero_grad()
+    engine.optimizer.zero_grad()
     return metrics["loss"][0], gradients
 
 

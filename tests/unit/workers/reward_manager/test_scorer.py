@@ -414,7 +414,7 @@ def test_functions_that_users_registered_are_known_in_scorer_processes():
             assert pool.submit(Sample("mine/registered", "x", "y")).result().value == 0.25
             assert "no reward function" in pool.submit(Sample("mine/unknown", "x", "y")).result().error
     finally:
-        del registry._TABLE["mine/registered"]
+        del registry.SCORE_FUNCTIONS["mine/registered"]
 
 
 def test_a_pool_is_pickled_without_its_processes(pool):

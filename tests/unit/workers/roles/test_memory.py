@@ -285,7 +285,7 @@ def test_a_death_is_attributed_to_memory_only_with_evidence(before, now, lowest,
 
 def test_both_counters_of_the_kernel_are_read(monkeypatch, tmp_path):
     (tmp_path / "memory.events").write_text("oom 5\noom_kill 2\n")
-    monkeypatch.setattr(devices, "_cgroup_counters", lambda: [tmp_path / "absent", tmp_path / "memory.events"])
+    monkeypatch.setattr(devices, "cgroup_counters", lambda: [tmp_path / "absent", tmp_path / "memory.events"])
     state = memory_state()
     assert state.oom_kills == 2
     assert state.host_oom_kills == oom_kills([Path("/proc/vmstat")])

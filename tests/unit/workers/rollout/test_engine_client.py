@@ -71,7 +71,7 @@ class Loaded:
             added = [Request(f"other-{number}", [1], PARAMS) for number in range(have, load)]
             handle.host.submit_requests("other", added)
             handle.host.abort_requests([f"other-{number}" for number in range(load, have)])
-        await until(lambda: [replica.load for replica in client._replicas] == list(loads))
+        await until(lambda: [replica.load for replica in client.replicas] == list(loads))
 
     @property
     def counts(self) -> list[int]:
@@ -94,7 +94,7 @@ def test_a_first_turn_goes_to_the_least_loaded_replica_and_later_turns_stay_ther
             await generate(client, "c")
             assert three.counts == [2, 2, 0], "the replica of its group has hardly more requests"
             three.handles[1].die()
-            await until(lambda: client._replicas[1].lost)
+            await until(lambda: client.replicas[1].lost)
             await generate(client, "a", group="q")
             assert three.counts == [2, 2, 1]
 
@@ -231,8 +231,8 @@ def test_a_lost_request_resumes_on_another_replica_from_the_reported_tokens(gate
     first, second = gates(12, 10**6)
     lost: list[str] = []
     resumed: list[Request] = []
-    submit = second.handle.host._rollout.submit
-    second.handle.host._rollout.submit = lambda requests: (resumed.extend(requests), submit(requests))[1]
+    submit = second.handle.host.rollout.submit
+    second.handle.host.rollout.submit = lambda requests: (resumed.extend(requests), submit(requests))[1]
 
     async def check() -> None:
         async with engine_client(first.handle, second.handle, params=LONG, on_lost=lost.append) as client:
@@ -265,7 +265,7 @@ def test_a_loss_without_reported_tokens_keeps_what_the_request_was_resumed_from(
             for before, after, engine in zip(handles, handles[1:], engines, strict=False):
                 await until(lambda engine=engine: engine.requests)
                 before.die()
-                await until(lambda: client._replicas[0].lost)
+                await until(lambda: client.replicas[0].lost)
                 client.reconnect([after])
             await until(lambda: engines[3].requests)
             engines[3].finish(engines[3].requests[0].id, tokens(11, 12, 13, 14))
@@ -309,7 +309,7 @@ def test_requests_without_any_replica_wait_for_reconnect_and_late_outputs_are_ig
         async with engine_client(handle, params=PARAMS, on_lost=lost.append) as client:
             running = asyncio.create_task(generate(client, "a"))
             await until(lambda: old.requests)
-            previous = client._replicas[0]
+            previous = client.replicas[0]
             handle.dead = True
             await until(lambda: lost)
             late = asyncio.create_task(generate(client, "b"))  # while no replica is left
@@ -318,9 +318,9 @@ def test_requests_without_any_replica_wait_for_reconnect_and_late_outputs_are_ig
             client.reconnect([HostHandle(new)])
             await until(lambda: len(new.requests) == 2)
             # The restarted rank delivers a late output, under the old request id.
-            client._on_outputs(previous, _collected(old.requests[0].id, tokens(66)))
-            client._on_outputs(client._replicas[0], _collected(old.requests[0].id, tokens(66)))
-            assert client._replicas[0].client != previous.client
+            client.on_outputs(previous, _collected(old.requests[0].id, tokens(66)))
+            client.on_outputs(client.replicas[0], _collected(old.requests[0].id, tokens(66)))
+            assert client.replicas[0].client != previous.client
             for request in new.requests:
                 new.finish(request.id, tokens(21, 22))
             assert await late == [21, 22]
@@ -384,7 +384,7 @@ def test_requests_after_close_fail_also_those_that_wait_for_reconnect():
         handle = HostHandle(RequestEngine(lambda request: None))
         async with engine_client(handle, params=PARAMS, on_lost=lost.append) as client:
             waiting = asyncio.create_task(generate(client, "a"))
-            await until(lambda: client._replicas[0].waiting)
+            await until(lambda: client.replicas[0].waiting)
             handle.dead = True
             await until(lambda: lost)
             await asyncio.sleep(0)
@@ -447,7 +447,7 @@ def test_an_engine_without_progress_is_named_to_hang_detection(monkeypatch: pyte
         async with engine_client(Stuck(), params=PARAMS) as client:
             reports = [silent_peer()]
             waiting = asyncio.create_task(generate(client, "a"))
-            await until(lambda: client._replicas[0].waiting and client._replicas[0].stopped_process)
+            await until(lambda: client.replicas[0].waiting and client.replicas[0].stopped_process)
             reports.append(silent_peer())
             await until(silent_peer)
             with tracker.running("generate_sequences", lambda: 0):

@@ -102,8 +102,8 @@ def test_an_invalid_row_fails_the_submit_and_no_row_of_it_runs(engine, make_prom
     host.start("a", rows.meta_info)
     with pytest.raises(ValueError, match=r"^request '.*': prompt_ids"):
         host.submit("a", rows)
-    assert host._jobs["a"].unfinished == {}
-    assert engine._loop._all_unfinished() == []
+    assert host.jobs["a"].unfinished == {}
+    assert engine.loop.all_unfinished() == []
     host.submit("a", named_rows(make_prompts))
     assert len(tokens_by_name(collect_all(host, 4))) == 4
     assert not host.failed
@@ -200,7 +200,7 @@ def test_requests_of_lost_clients_are_aborted_and_rows_go_on(engine, make_prompt
     host.abort_clients()
     engine.resume_generation()
     assert len(tokens_by_name(collect_all(host, 4))) == 4
-    wait_until(lambda: not engine._loop._all_unfinished())
+    wait_until(lambda: not engine.loop.all_unfinished())
 
 
 # ---------------------------------------------------------------- failures and end
@@ -211,7 +211,7 @@ def test_an_engine_failure_is_reported_and_raised(engine, make_prompts):
     host.submit_requests("one", [Request("x", PROMPT, LONG)])
     pause_with_tokens(engine, 2)
     host.raise_if_failed()
-    engine._loop.fail(ArithmeticError("the device is gone"))
+    engine.loop.fail(ArithmeticError("the device is gone"))
     engine.resume_generation()
     wait_until(lambda: host.failed)
     reply, rows = host.collect(host.id, 60, True)
@@ -228,7 +228,7 @@ def test_a_batch_whose_engine_fails_raises_its_error(engine, make_prompts):
     prompts = make_prompts()
     stream = engine.stream(prompts)
     pause_with_tokens(engine, 2)
-    engine._loop.fail(ArithmeticError("the device is gone"))
+    engine.loop.fail(ArithmeticError("the device is gone"))
     engine.resume_generation()
     with pytest.raises(ArithmeticError, match="the device is gone"):
         next(stream)

@@ -82,10 +82,10 @@ def test_the_watch_logs_a_start_every_ten_seconds_and_shows_it_in_the_status(cap
     with caplog.at_level(logging.INFO):
         for seconds in (0.0, 4.0, 9.0, 11.0, 14.0, 22.0):
             beat = Heartbeat("init_model", activity=Activity("starting the vllm engine", "loading weights", seconds))
-            watch._log_activity([RankReport("actor_rollout", n, "h", 7, "runs", beat) for n in (0, 1)], seconds)
+            watch.log_activity([RankReport("actor_rollout", n, "h", 7, "runs", beat) for n in (0, 1)], seconds)
     lines = [record.message for record in caplog.records]
     said = "rank 0 of actor_rollout (and 1 more) is starting the vllm engine: loading weights"
     assert lines == [f"{said} ({seconds} s)" for seconds in (0, 11, 22)]
     assert status.snapshot().label == "starting the vllm engine: loading weights"
-    watch._log_activity([RankReport("actor_rollout", 0, "h", 7, "runs", Heartbeat())], 30.0)
+    watch.log_activity([RankReport("actor_rollout", 0, "h", 7, "runs", Heartbeat())], 30.0)
     assert status.snapshot().label == ""

@@ -320,7 +320,7 @@ def test_closing_a_stream_ends_what_is_left(start, make_prompts):
     next(stream)
     stream.close()
     engine.pause_generation("finish")
-    assert engine._loop._all_unfinished() == []
+    assert engine.loop.all_unfinished() == []
 
 
 def test_engines_are_chosen_by_name():

@@ -65,7 +65,7 @@ def test_a_release_gives_memory_back_and_the_samples_come_again(start_on_gpu, ma
     held = torch.cuda.mem_get_info()[0]
     engine.release(tags)
     freed = torch.cuda.mem_get_info()[0] - held
-    kv = 0 if engine._kv is None else engine._kv.region.size
+    kv = 0 if engine.kv is None else engine.kv.region.size
     weights = sum(tensor.nbytes for tensor in engine.weights.values()) if "weights" in tags else 0
     assert freed >= kv + weights
     engine.resume()

@@ -47,7 +47,7 @@ def test_outputs_of_clients_that_are_gone_are_not_kept(engine):
     host.submit_requests("gone", [Request("gone/0", [1], SamplingParams(max_new_tokens=9, key=8))])
     host.abort_clients()
     assert engine.running == []
-    assert not host._outputs["gone"]
+    assert not host.outputs["gone"]
     host.submit_requests("here", [Request("here/0", [1], SamplingParams(max_new_tokens=9, key=8))])
     engine.advance()
     assert [one.id for one in host.collect_outputs("here", 1.0).outputs] == ["here/0"]
@@ -74,9 +74,9 @@ def test_a_host_whose_engine_is_restarted_leaves_no_unfinished_work(engine):
     worker._new_host = lambda: EngineHost(engine)
     failed = worker.host
     failed.submit("job", prompt_rows(["a", "b"]))
-    assert failed._work in progress._work_sources
+    assert failed.work in progress.work_sources
     engine.fail(EngineDiedError("the engine's process ended"))
     worker.restart_engine()
     assert worker.host is not failed
     assert failed.collect_outputs("client", 0.0).closed
-    assert failed._work not in progress._work_sources
+    assert failed.work not in progress.work_sources

@@ -95,7 +95,7 @@ def test_cancelled_rows_are_not_reported_and_the_others_are(engine, make_prompts
     tokens = tokens_by_name(collect_all(host, 2))
     assert list(map(len, tokens.values())) == [MANY_TOKENS] * 2
     assert set(tokens) == set(names_of(rows)[2:])
-    wait_until(lambda: not engine._loop._all_unfinished())
+    wait_until(lambda: not engine.loop.all_unfinished())
     assert host.collect(host.id, 0.0, False)[0].headers is None
 
 
@@ -122,10 +122,10 @@ def test_close_aborts_all_rows_and_wakes_the_collector(engine, make_prompts):
     host.close()
     collector.join()
     assert [(reply.closed, rows) for reply, rows in replies] == [(True, None)]
-    assert engine._loop._all_unfinished() == []
+    assert engine.loop.all_unfinished() == []
     host.submit("a", named_rows(make_prompts))
     assert host.closed
-    assert engine._loop._all_unfinished() == [], "a closed host starts nothing"
+    assert engine.loop.all_unfinished() == [], "a closed host starts nothing"
 
 
 def test_periodic_partials_joined_are_the_final_outputs(engine, make_prompts, monkeypatch):
@@ -204,12 +204,12 @@ def test_stream_batch_yields_every_row_and_aborts_the_rest_when_it_is_closed(eng
     stream = EngineHost(engine).stream_batch(prompts, {})
     assert next(stream)[0] == 0
     stream.close()
-    wait_until(lambda: not engine._loop._all_unfinished())
+    wait_until(lambda: not engine.loop.all_unfinished())
 
 
 def test_hang_diagnosis_sees_rows_like_a_compute_call(engine, make_prompts, monkeypatch):
     """A rank that generates rows runs no compute call: its heartbeat must report the rows and the thread instead."""
-    monkeypatch.setattr(progress, "_work_sources", [])  # of hosts that other tests left open
+    monkeypatch.setattr(progress, "work_sources", [])  # of hosts that other tests left open
     tracker = ComputeTracker()
     rows = named_rows(make_prompts, rows=3)
     host = open_host(engine, "a", rows)

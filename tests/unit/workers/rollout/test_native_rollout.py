@@ -128,7 +128,7 @@ def test_cached_prefixes_are_not_used_across_an_update_or_a_release(start):
     engine.update_weights(tiny_model(seed=0).state_dict().items())
     engine.release(["kv_cache"])
     engine.resume(["kv_cache"])
-    for layer in engine._kv.layers:
+    for layer in engine.kv.layers:
         layer[0].fill_(torch.nan)
     assert ask(engine).token_ids == first.token_ids
 
@@ -136,7 +136,7 @@ def test_cached_prefixes_are_not_used_across_an_update_or_a_release(start):
 def test_a_release_gives_the_kv_memory_back_and_the_answers_go_on(start):
     engine = start(**native(num_blocks=64))
     whole = ask(engine)
-    region = engine._kv.region
+    region = engine.kv.region
     assert region.bytes.untyped_storage().nbytes() == region.size == 65 * bytes_per_block(engine.model, 16)
     weights = engine.model.region.size
     assert engine.held_bytes() == {"weights": weights, "kv_cache": region.size}
@@ -152,7 +152,7 @@ def test_a_release_gives_the_kv_memory_back_and_the_answers_go_on(start):
 def test_kv_memory_is_what_all_sequences_can_use(start, caplog):
     with caplog.at_level(logging.INFO, logger="verl"):
         engine = start(max_num_seqs=4, max_model_len=100)
-    assert engine._kv.num_blocks == 4 * 7
+    assert engine.kv.num_blocks == 4 * 7
     assert "28 blocks of 16 tokens (enough for 4 sequences of 100 tokens)" in caplog.text
 
 
@@ -161,7 +161,7 @@ def test_kv_memory_takes_a_quarter_of_the_host_at_most(start, monkeypatch, caplo
     monkeypatch.setattr(build, "host_memory_available", lambda: 4 * 10 * block)
     with caplog.at_level(logging.INFO, logger="verl"):
         engine = start(max_num_seqs=4, max_model_len=100)
-    assert engine._kv.num_blocks == 10
+    assert engine.kv.num_blocks == 10
     assert "36% of what 4 sequences of 100 tokens can use" in caplog.text
     monkeypatch.setattr(build, "host_memory_available", lambda: 4 * 6 * block)
     with pytest.raises(ValueError, match=r"max_model_len"):

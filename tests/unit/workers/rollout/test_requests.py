@@ -33,7 +33,7 @@ def request(name: str = "a", params: SamplingParams = LONG, **fields) -> Request
 def tokens_so_far(engine, count: int) -> None:
     """Wait until some running request has this many tokens."""
     deadline = time.monotonic() + 120
-    while not any(len(a.output.token_ids) >= count for a in engine._loop._all_unfinished()):
+    while not any(len(a.output.token_ids) >= count for a in engine.loop.all_unfinished()):
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -105,7 +105,7 @@ def test_cancelling_the_awaiting_task_aborts_its_request(start):
 
     async def start_and_cancel() -> None:
         task = asyncio.create_task(engine.generate(request()))
-        while not any(sequence.output.token_ids for sequence in engine._loop._all_unfinished()):
+        while not any(sequence.output.token_ids for sequence in engine.loop.all_unfinished()):
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -113,7 +113,7 @@ def test_cancelling_the_awaiting_task_aborts_its_request(start):
 
     asyncio.run(start_and_cancel())
     engine.pause_generation("finish")
-    assert engine._loop._all_unfinished() == []
+    assert engine.loop.all_unfinished() == []
 
 
 def test_pause_finish_completes_what_is_there_and_later_requests_wait(start):
@@ -133,9 +133,9 @@ def test_pause_keep_stops_at_a_token_and_goes_on_from_there(start):
     futures = engine.submit([request()])
     tokens_so_far(engine, 10)
     engine.pause_generation("keep")
-    stopped_at = len(engine._loop._all_unfinished()[0].output.token_ids)
+    stopped_at = len(engine.loop.all_unfinished()[0].output.token_ids)
     time.sleep(0.1)
-    assert len(engine._loop._all_unfinished()[0].output.token_ids) == stopped_at < 160
+    assert len(engine.loop.all_unfinished()[0].output.token_ids) == stopped_at < 160
     engine.resume_generation()
     assert only(futures).token_ids == whole.token_ids
 
@@ -265,7 +265,7 @@ def test_two_requests_of_one_id_are_refused(start):
     engine = start()
     with pytest.raises(ValueError, match=r"request 'a': .* id. "):
         engine.submit([request(), request()])
-    assert engine._loop._all_unfinished() == [], "a refused call queues nothing"
+    assert engine.loop.all_unfinished() == [], "a refused call queues nothing"
 
 
 def test_weights_that_overflow_fail_the_requests_and_not_the_engine(start):
@@ -285,8 +285,8 @@ def test_closing_fails_what_is_unfinished_and_ends_the_thread(start):
     engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         only(futures)
-    assert engine._loop._thread is not None
-    assert not engine._loop._thread.is_alive()
+    assert engine.loop.thread is not None
+    assert not engine.loop.thread.is_alive()
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit([request()])
 

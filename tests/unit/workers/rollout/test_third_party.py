@@ -107,7 +107,7 @@ def test_a_pause_takes_every_token_that_was_sampled_and_no_more_come(served):
         )
         served.loop.pause("keep")
         reported = served.server.reported
-        taken = sum(len(s.output.token_ids) for s in served.loop._all_unfinished())
+        taken = sum(len(s.output.token_ids) for s in served.loop.all_unfinished())
         taken += sum(len(f.result().token_ids) for f in futures if f.done())
         time.sleep(0.02)
         assert taken == reported == served.server.reported

@@ -81,8 +81,8 @@ class BaseTrainEngine(EngineCheckpointMixin):
     """Implements `verl.workers.engine.base.TrainEngine` on the hooks `_run_training` and `_run_inference`."""
 
     collects: bool
-    _optimizer: EngineOptimizer | None
-    _compiled: bool
+    optimizer: EngineOptimizer | None
+    compiled: bool
     _graphs = 0
     """Graphs compiled until the last optimizer step."""
     _routers: Routers | None
@@ -148,7 +148,7 @@ class BaseTrainEngine(EngineCheckpointMixin):
             disable_dropout(self.hf_config)
         else:
             self.hf_config = read_config(self._source, self._trust_remote_code, model_config.override_config)
-        self._cost = SequenceCost.from_config(self.hf_config.to_dict())
+        self.cost = SequenceCost.from_config(self.hf_config.to_dict())
         self._loss_scale = LossScale(self.compute_dtype)
         self._step_tokens = 0.0  # over all ranks, since the last optimizer step
         self._exports = {}
@@ -163,13 +163,13 @@ class BaseTrainEngine(EngineCheckpointMixin):
     ) -> None:
         """Set up offloading and background saves of a built engine."""
         offload_gradients = self._supports_grad_offload and bool(config.grad_offload)
-        self._memory = EngineMemory(self.device, module, self._optimizer_tensors, offload_gradients)
-        trains = self._optimizer is not None
+        self.memory = EngineMemory(self.device, module, self._optimizer_tensors, offload_gradients)
+        trains = self.optimizer is not None
         self._offloads = bool(config.param_offload), bool(config.optimizer_offload) and trains
         self._saver = BackgroundSaver(self.device, mesh, save_contents) if trains and background_save else None
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
-        return self._optimizer.state_tensors() if self._optimizer is not None else []
+        return self.optimizer.state_tensors() if self.optimizer is not None else []
 
     def _compute_context(self) -> AbstractContextManager[Any]:
         """Context of all computation of the engine."""
@@ -197,7 +197,7 @@ class BaseTrainEngine(EngineCheckpointMixin):
         counts: Counts | None = None,
     ) -> Metrics:
         """See `TrainEngine.forward_backward`."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen) and cannot train.")
         self._check_fields(outputs, temperature)
         if self._saver is not None:
@@ -228,45 +228,45 @@ class BaseTrainEngine(EngineCheckpointMixin):
 
     def optimizer_step(self) -> dict[str, float]:
         """See `TrainEngine.optimizer_step`; `skip_reason` decides whether the step is taken."""
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise ValueError("optim: this engine was built without an optimizer (frozen) and cannot step.")
-        self._memory.prepare_update()
+        self.memory.prepare_update()
         with self._compute_context():
-            self._optimizer.gather_gradients()
-            lr = self._optimizer.lr
+            self.optimizer.gather_gradients()
+            lr = self.optimizer.lr
             tokens, self._step_tokens = self._step_tokens, 0.0
-            scaled_norm, weight_norm = self._optimizer.norms() if tokens else (0.0, 0.0)
+            scaled_norm, weight_norm = self.optimizer.norms() if tokens else (0.0, 0.0)
             grad_norm = scaled_norm / self._loss_scale.value
-            weight_rms = weight_norm / math.sqrt(self._optimizer.elements)
+            weight_rms = weight_norm / math.sqrt(self.optimizer.elements)
             reason = skip_reason(tokens, grad_norm, self._loss_scale.can_decrease, lr, weight_rms)
             if reason is None:
                 clip = min(1.0, self._grad_clip / (grad_norm + 1e-6)) if self._grad_clip is not None else 1.0
                 if clip < 1.0 or self._loss_scale.value != 1.0:
-                    self._optimizer.scale_gradients(clip / self._loss_scale.value)
-                self._optimizer.step()
+                    self.optimizer.scale_gradients(clip / self._loss_scale.value)
+                self.optimizer.step()
             if tokens:
                 self._loss_scale.update(math.isfinite(grad_norm))
-            self._optimizer.zero_grad()
+            self.optimizer.zero_grad()
         return step_metrics(grad_norm, lr, reason) | self._compile_metrics()
 
     def _compile_metrics(self) -> dict[str, float]:
         """Return `recompiles`: graphs that this process has compiled since the last step; {} if it compiles none."""
-        if not self._compiled:
+        if not self.compiled:
             return {}
         before, self._graphs = self._graphs, compiled_graphs()
         return {RECOMPILES: float(self._graphs - before)}
 
     def weights_finite(self, thorough: bool) -> bool:
         """See `TrainEngine.weights_finite`; equal on all ranks."""
-        if self._optimizer is not None:
+        if self.optimizer is not None:
             with self._compute_context():
-                if not math.isfinite(self._optimizer.weight_norm()):
+                if not math.isfinite(self.optimizer.weight_norm()):
                     return False
         if not thorough:
             return True
         ids = torch.arange(1, 9)[None] % self.hf_config.get_text_config().vocab_size
         tokens = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "responses": ids[:, 4:]}
-        with force_eager(self._compiled):
+        with force_eager(self.compiled):
             fields = self._infer_fields(DataProto.from_dict(tokens), FIELDS_OF_KIND[self.kind][:1], 1.0, ALL_ROWS)
         finite = all(bool(value.isfinite().all()) for value in fields.values())
         return groups.max_over_ranks(int(not finite), self.device) == 0
@@ -286,7 +286,7 @@ class BaseTrainEngine(EngineCheckpointMixin):
         inputs = data.select(batch_keys=keys, non_tensor_batch_keys=[], meta_info_keys=[])
         expect(len(data))
         outputs = [*outputs, *(TOP_K_FIELDS if top_k else ())]
-        with force_eager(self._compiled and bool(data.meta_info.get("eager"))):
+        with force_eager(self.compiled and bool(data.meta_info.get("eager"))):
             fields = self._infer_fields(inputs, outputs, temperature, micro, top_k)
         return DataProto.from_dict(fields) if fields else DataProto()
 

@@ -184,7 +184,7 @@ class EngineCheckpointMixin:
     """Folder or hub name of the model; "" for a model in memory."""
     _weights: NamedWeights
     _state: CheckpointState
-    _memory: EngineMemory
+    memory: EngineMemory
     _offloads: tuple[bool, bool]
     """Whether (weights, optimizer state) are offloaded between phases."""
     _saver: BackgroundSaver | None
@@ -211,9 +211,9 @@ class EngineCheckpointMixin:
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """See `TrainEngine.to`; gradients move with the model."""
         if device == "device":
-            self._memory.reload(model, optimizer)
+            self.memory.reload(model, optimizer)
         else:
-            self._memory.offload(model, optimizer)
+            self.memory.offload(model, optimizer)
 
     def offload(self) -> None:
         """See `TrainEngine.offload`; configured by `param_offload` and `optimizer_offload`."""
@@ -244,10 +244,10 @@ class EngineCheckpointMixin:
                 raise FloatingPointError("the weights, or the model's outputs, are not finite: no checkpoint is saved")
         export = self._export(self.compute_dtype) if "hf_model" in contents else None
         if self._saver is not None:
-            self._saver.begin(self._state, self._state.snapshot(contents), self._memory, folder, export)
+            self._saver.begin(self._state, self._state.snapshot(contents), self.memory, folder, export)
             return
         with self.on_device():
-            self._memory.wait_ready()
+            self.memory.wait_ready()
             self._state.write(self._state.snapshot(contents), folder, export, group=None)
 
     def finish_save(self) -> None:
@@ -260,7 +260,7 @@ class EngineCheckpointMixin:
         folder = checkpoint_folder(path, contents)
         self._state.check_fits(folder, contents)
         self.to("device")
-        self._memory.prepare_update()
+        self.memory.prepare_update()
         self._state.load(folder, contents)
 
     def export_hf(self, path: str | os.PathLike, dtype: torch.dtype | None = None) -> None:

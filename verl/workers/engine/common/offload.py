@@ -36,7 +36,7 @@ class EngineMemory:
         self._model, self._optimizer_tensors = model, optimizer_tensors
         self._weights, self._buffers, self._optimizer_state = (OffloadedTensors(device) for _ in range(3))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._gradients = OffloadedGradients(trained, device)
+        self.gradients = OffloadedGradients(trained, device)
         self._unchanged: set[OffloadedTensors] = set()  # groups whose copy in host memory is up to date
         self._copied_storages: set[int] = set()  # device storages that a background copy reads
         self._wait_for_copy: Callable[[], None] = lambda: None  # see `byte_views`
@@ -47,7 +47,7 @@ class EngineMemory:
         if self._device.type == "cpu":
             return
         if model and not self._weights.is_offloaded:
-            self._gradients.offload()
+            self.gradients.offload()
             self._weights.offload(self._model.parameters(), self._weights in self._unchanged, self._before_release)
             self._buffers.offload(self._model.buffers())
             self._unchanged.add(self._weights)
@@ -105,11 +105,11 @@ class EngineMemory:
     def before_micro_batch(self) -> None:
         """Offload the gradients of earlier micro-batches, if `grad_offload` is set."""
         if self.offloads_gradients:
-            self._gradients.offload()
+            self.gradients.offload()
 
     def wait_ready(self) -> None:
         """Complete the gradients on the device and wait for the optimizer state."""
-        self._gradients.reload()
+        self.gradients.reload()
         self._optimizer_state.wait()
 
     def prepare_update(self) -> None:
@@ -126,14 +126,14 @@ class OffloadedTensors:
     """A set of tensors, e.g. the weights of a model, that are offloaded and reloaded together."""
 
     def __init__(self, device: torch.device) -> None:
-        self._host = HostBuffer(page_locked=device.type == "cuda")
+        self.host = HostBuffer(page_locked=device.type == "cuda")
         self._copies = CopyStream(device)
-        self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
+        self.offloaded: list[tuple[torch.UntypedStorage, int]] = []
         self._offsets: dict[int, int] = {}  # offset in host memory of each storage of the last offload
 
     @property
     def is_offloaded(self) -> bool:
-        return bool(self._offloaded)
+        return bool(self.offloaded)
 
     def offload(
         self,
@@ -146,7 +146,7 @@ class OffloadedTensors:
         `unchanged`: they have not changed since the last reload, so that their copy in host memory is up to date.
         `before_release` is called with the storages that will be freed, and whether host memory will be overwritten.
         """
-        if self._offloaded:
+        if self.offloaded:
             raise RuntimeError("offload: these tensors are already offloaded.")
         self._copies.wait()
         storages = list(_unique_storages(tensors))
@@ -155,33 +155,33 @@ class OffloadedTensors:
         copied = storages if not unchanged or offsets != self._offsets else []
         before_release(offsets, bool(copied))
         if copied:
-            self._host.ensure_size(total)
+            self.host.ensure_size(total)
         with self._copies:
             for storage, size in copied:
-                self._host.store(offsets[storage._cdata], _storage_bytes(storage, size))
+                self.host.store(offsets[storage._cdata], _storage_bytes(storage, size))
         self._copies.synchronize()  # memory must not be freed while it is read
         for storage, _ in storages:
             storage.resize_(0)
-        self._offloaded, self._offsets = storages, offsets
+        self.offloaded, self._offsets = storages, offsets
 
     def host_offset(self, storage: torch.UntypedStorage) -> int | None:
         """Return the offset in host memory of an offloaded storage; None if it is on the device."""
-        return self._offsets.get(storage._cdata) if self._offloaded else None
+        return self._offsets.get(storage._cdata) if self.offloaded else None
 
     def host_bytes(self, start: int, size: int) -> list[torch.Tensor]:
         """Return views of host memory, which stay valid until the next offload."""
-        return self._host.parts(start, size)
+        return self.host.parts(start, size)
 
     def reload(self) -> None:
         """Allocate device memory and start the copies; `wait` before the first use."""
-        storages, self._offloaded = self._offloaded, []
+        storages, self.offloaded = self.offloaded, []
         if not storages:
             return
         for storage, size in storages:
             storage.resize_(size)
         with self._copies:
             for storage, size in storages:
-                self._host.load(self._offsets[storage._cdata], _storage_bytes(storage, size))
+                self.host.load(self._offsets[storage._cdata], _storage_bytes(storage, size))
 
     def wait(self) -> None:
         """Order later work on the current stream after the started copies; the host does not wait."""
@@ -196,10 +196,10 @@ class OffloadedGradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device) -> None:
         self._parameters = list(parameters)
-        self._host = HostBuffer(page_locked=device.type == "cuda")
+        self.host = HostBuffer(page_locked=device.type == "cuda")
         self._copies = CopyStream(device)
         self._offsets: list[int] = []  # of each gradient in host memory
-        self._offloaded: set[int] = set()  # indices of parameters whose sum is in host memory
+        self.offloaded: set[int] = set()  # indices of parameters whose sum is in host memory
 
     def offload(self) -> None:
         """Add the offloaded sums to the new gradients, and move the result to host memory."""
@@ -208,38 +208,38 @@ class OffloadedGradients:
         gradients = {i: local_shard(p.grad) for i, p in enumerate(self._parameters) if p.grad is not None}
         with self._copies:
             for index, gradient in gradients.items():
-                self._host.store(self._offsets[index], _as_bytes(gradient))
+                self.host.store(self._offsets[index], _as_bytes(gradient))
         self._copies.synchronize()
         for index in gradients:
             self._parameters[index].grad = None
-        self._offloaded |= set(gradients)
+        self.offloaded |= set(gradients)
 
     def reload(self) -> None:
         """Move the complete gradients to the device."""
         self._add_offloaded()
-        for index in self._offloaded:
+        for index in self.offloaded:
             parameter = self._parameters[index]
             parameter.grad = sharded_like(parameter, self._fetch(index))
-        self._offloaded = set()
+        self.offloaded = set()
 
     def _add_offloaded(self) -> None:
         """Add the offloaded sums of the parameters that have a new gradient."""
-        for index in list(self._offloaded):
+        for index in list(self.offloaded):
             gradient = self._parameters[index].grad
             if gradient is not None:
                 local_shard(gradient).add_(self._fetch(index))
-                self._offloaded.remove(index)
+                self.offloaded.remove(index)
 
     def _fetch(self, index: int) -> torch.Tensor:
         fetched = torch.empty_like(local_shard(self._parameters[index]))
-        self._host.load(self._offsets[index], _as_bytes(fetched))
+        self.host.load(self._offsets[index], _as_bytes(fetched))
         return fetched
 
     def _allocate(self) -> None:
         if not self._offsets:
             sizes = [local_shard(parameter).nbytes for parameter in self._parameters]
             *self._offsets, total = accumulate(sizes, initial=0)
-            self._host.ensure_size(total)
+            self.host.ensure_size(total)
 
 
 class HostBuffer:
@@ -247,21 +247,21 @@ class HostBuffer:
 
     def __init__(self, page_locked: bool) -> None:
         self._page_locked = page_locked
-        self._pieces: list[torch.Tensor] = []
+        self.pieces: list[torch.Tensor] = []
 
     @property
     def size(self) -> int:
-        return sum(len(piece) for piece in self._pieces)
+        return sum(len(piece) for piece in self.pieces)
 
     def ensure_size(self, size: int) -> None:
         """Ensure a size of at least `size` bytes. Growing discards the contents."""
         if self.size >= size:
             return
-        if self._pieces and len(self._pieces[-1]) < PIECE_BYTES:
-            self._pieces.pop()
+        if self.pieces and len(self.pieces[-1]) < PIECE_BYTES:
+            self.pieces.pop()
         while self.size < size:
             length = min(PIECE_BYTES, size - self.size)
-            self._pieces.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._page_locked))
+            self.pieces.append(torch.empty(length, dtype=torch.uint8, pin_memory=self._page_locked))
 
     def store(self, start: int, data: torch.Tensor) -> None:
         """Copy `data` into this buffer at `start`."""
@@ -279,7 +279,7 @@ class HostBuffer:
         while start < end:
             index, offset = divmod(start, PIECE_BYTES)
             length = min(PIECE_BYTES - offset, end - start)
-            views.append(self._pieces[index][offset : offset + length])
+            views.append(self.pieces[index][offset : offset + length])
             start += length
         return views
 

@@ -278,7 +278,7 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 def _writer_for(tensors: Iterable[torch.Tensor], folder: Path, recorder: ChecksumRecorder) -> dcp.FileSystemWriter:
     """Return a writer; tensors in host memory are written by several threads."""
     on_host = all(value.device.type == "cpu" for value in tensors)
-    return _Writer(folder, recorder, max_files=THREADS if on_host else 1)
+    return ShardWriter(folder, recorder, max_files=THREADS if on_host else 1)
 
 
 @contextmanager
@@ -301,7 +301,7 @@ def stored_tensors(folder: Path) -> dict[str, TensorSpec]:
     return {name: TensorSpec(entry.shape, entry.dtype) for name, entry in stored.items() if entry is not None}
 
 
-class _Writer(dcp.FileSystemWriter):
+class ShardWriter(dcp.FileSystemWriter):
     """Writes through a recorder, and large states as several files in parallel: checksums take as long as the disk."""
 
     def __init__(self, folder: Path, recorder: ChecksumRecorder, max_files: int) -> None:
@@ -318,7 +318,7 @@ class _Writer(dcp.FileSystemWriter):
         ]
         # torch's own threads would lose their errors, and the files with them.
         with ThreadPoolExecutor(len(parts), "checkpoint") as threads:
-            written = list(threads.map(lambda part: super(_Writer, self).write_data(part, planner).value(), parts))
+            written = list(threads.map(lambda part: super(ShardWriter, self).write_data(part, planner).value(), parts))
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([result for results in written for result in results])
         return done

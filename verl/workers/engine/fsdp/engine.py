@@ -94,13 +94,13 @@ class FSDPEngine(BaseTrainEngine):
         - `prefix_sharing`: true, false or auto; compute common prefixes of rows once, with auto if that saves enough.
         """
         self._init_common(model, kind, model_config, engine_config.mixed_precision, device, grad_clip)
-        self._sequence_parallel = sharding.sequence_parallel(self.device, sequence_parallel_size)
+        self.sequence_parallel = sharding.sequence_parallel(self.device, sequence_parallel_size)
         self.dp_rank = dist.get_rank() // sequence_parallel_size
         self.dp_size = dist.get_world_size() // sequence_parallel_size
-        self.collects = self._sequence_parallel is None or self._sequence_parallel.rank == 0
+        self.collects = self.sequence_parallel is None or self.sequence_parallel.rank == 0
         self.mesh = sharding.build_mesh(self.device, engine_config.fsdp_size)
-        if self._sequence_parallel is not None:
-            check_heads(self.hf_config, self._sequence_parallel.size)
+        if self.sequence_parallel is not None:
+            check_heads(self.hf_config, self.sequence_parallel.size)
         if self.device.type == "cuda":
             obstacle = precision_obstacle(engine_config.mixed_precision)
             obstacle = obstacle or sharing_obstacle(self.hf_config.get_text_config())
@@ -109,7 +109,7 @@ class FSDPEngine(BaseTrainEngine):
         compile_layers = compile_layers and self.device.type == "cuda"
         # Measuring expert load is cheap, but its hooks would interrupt compiled layers.
         measure = optim is not None and not compile_layers
-        self._routers = HFRouters.create(self.model.hf, self._sequence_parallel, self.device, router_replay, measure)
+        self._routers = HFRouters.create(self.model.hf, self.sequence_parallel, self.device, router_replay, measure)
         with self._inference():
             check_head(self.model, self.device)
             self._packs = model_config.use_remove_padding and enable_packed_attention(self.model, self.device)
@@ -118,21 +118,21 @@ class FSDPEngine(BaseTrainEngine):
             self._routers = None
         replays = self._routers is not None and self._routers.replay
         mode, expands_rows = prefix_sharing if self._packs else "false", self.device.type != "cuda"
-        self._compiled = compile_layers and self._packs
-        self.prefix_sharing = PrefixSharing(mode, self._cost, expands_rows, replays, self._compiled)
+        self.compiled = compile_layers and self._packs
+        self.prefix_sharing = PrefixSharing(mode, self.cost, expands_rows, replays, self.compiled)
         if optim is not None and getattr(model_config, "enable_gradient_checkpointing", False):
             sharding.checkpoint_activations(self.model)
-        if self._compiled:
-            self._compile_layers()
-        self._optimizer: ShardedAdamW | None = None
+        if self.compiled:
+            self.compile_layers()
+        self.optimizer: ShardedAdamW | None = None
         if optim is not None:
             trained = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
-            self._optimizer = ShardedAdamW(trained, optim, self.mesh, total_steps)
+            self.optimizer = ShardedAdamW(trained, optim, self.mesh, total_steps)
         self._state = FSDPState(
             self.model.hf,
-            model_info(self.hf_config, kind, None if self._adapters is None else self._adapters.settings()),
+            model_info(self.hf_config, kind, None if self.adapters is None else self.adapters.settings()),
             self._weights,
-            self._optimizer,
+            self.optimizer,
             self._loss_scale,
             self.device,
             self._source,
@@ -142,7 +142,7 @@ class FSDPEngine(BaseTrainEngine):
     def _require_no_packing(self, router_replay: bool, prefix_sharing: str) -> None:
         """Raise ValueError for a feature that requires packed tokens."""
         requirements = {
-            "ulysses_sequence_parallel_size": (self._sequence_parallel is not None, "1"),
+            "ulysses_sequence_parallel_size": (self.sequence_parallel is not None, "1"),
             "router_replay.mode": (router_replay, "disabled"),
             "use_prefix_grouper": (prefix_sharing == "true", "False"),
         }
@@ -166,9 +166,9 @@ class FSDPEngine(BaseTrainEngine):
     def _run_training(self, run: ModelPass) -> None:
         self.model.train()
         for (part, rows), last in with_last(self._micro_batches(run)):
-            if self._one_group and not self._memory.offloads_gradients:
+            if self._one_group and not self.memory.offloads_gradients:
                 sharding.set_last_micro_batch(self.model, last)
-            self._memory.before_micro_batch()
+            self.memory.before_micro_batch()
             run.on_outputs(self._forward(part, run, filler=rows is None), part, rows).backward()
             tick(len(rows or ()))
 
@@ -187,14 +187,14 @@ class FSDPEngine(BaseTrainEngine):
 
     def base_weights(self) -> AbstractContextManager[None]:
         """See `TrainEngine.base_weights`."""
-        return self._adapters.disabled() if self._adapters is not None else nullcontext()
+        return self.adapters.disabled() if self.adapters is not None else nullcontext()
 
     def unmerged(self) -> UnmergedSource | None:
         """See `TrainEngine.unmerged`."""
-        if self._adapters is None:
+        if self.adapters is None:
             return None
         on_device = partial(self.to, "device", optimizer=False)
-        return UnmergedWeights(self.model.hf, self._adapters, self.device, on_device)
+        return UnmergedWeights(self.model.hf, self.adapters, self.device, on_device)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """See `TrainEngine.to`; gradients move with the model."""
@@ -221,14 +221,14 @@ class FSDPEngine(BaseTrainEngine):
         hf = empty_model(self.hf_config, self.kind, master, self._trust_remote_code)
         self.model = ResponseModel(hf, self.kind)
         self.model.requires_grad_(not frozen)
-        self._adapters = Adapters(hf, self.kind, model_config) if adapted else None
-        self._weights = ModelWeights(hf, self._adapters, self.device)
+        self.adapters = Adapters(hf, self.kind, model_config) if adapted else None
+        self._weights = ModelWeights(hf, self.adapters, self.device)
         reshard, prefetch = engine_config.reshard_after_forward, bool(engine_config.forward_prefetch)
         self._one_group = sharding.shard(self.model, self.mesh, self.compute_dtype, reshard, prefetch)
-        sharding.load_weights(self.model.hf, source, node, self.device, self._adapters)
+        sharding.load_weights(self.model.hf, source, node, self.device, self.adapters)
 
-    def _compile_layers(self) -> None:
-        if self._adapters is not None:
+    def compile_layers(self) -> None:
+        if self.adapters is not None:
             # Behind frozen embeddings, the first layer would need code of its own: a backward pass without the gradient
             # of its input.
             sharding.require_input_gradients(self.model)
@@ -250,9 +250,9 @@ class FSDPEngine(BaseTrainEngine):
 
     def _micro_batches(self, run: ModelPass) -> Iterator[tuple[DataProto, list[int] | None]]:
         """Yield each micro-batch with its row indices, which are None for a filler."""
-        micro = run.micro.scaled_by(self._sequence_parallel.size if self._sequence_parallel else 1)
+        micro = run.micro.scaled_by(self.sequence_parallel.size if self.sequence_parallel else 1)
         tree = self.prefix_sharing.begin(run.data)
-        return micro_batches(run.data, micro, self._cost, lambda count: groups.max_over_ranks(count, self.device), tree)
+        return micro_batches(run.data, micro, self.cost, lambda count: groups.max_over_ranks(count, self.device), tree)
 
     def _forward(self, part: DataProto, run: ModelPass, filler: bool) -> dict[str, torch.Tensor]:
         """Return the fields of one micro-batch, on the device."""
@@ -264,11 +264,11 @@ class FSDPEngine(BaseTrainEngine):
             rows = self.prefix_sharing.apply(rows, part, filler)
         if "other_log_probs" in run.fields:
             rows = with_alternatives(rows, batch[TEACHER_TOP_IDS])
-        if self._sequence_parallel is not None:
-            rows = sequence_parallel_rows(rows, self._sequence_parallel)
+        if self.sequence_parallel is not None:
+            rows = sequence_parallel_rows(rows, self.sequence_parallel)
         if self._routers is not None:
             self._routers.begin(part, rows.packing, filler, run.record_routing)
-        with explain_compile_errors(self._compiled, type(self.model.hf).__name__):
+        with explain_compile_errors(self.compiled, type(self.model.hf).__name__):
             return self.model(rows.to(self.device), run.fields, shape, run.temperature, run.top_k)
 
 

@@ -29,11 +29,11 @@ class ShardedAdamW:
     ) -> None:
         self._named: dict[str, Any] = dict(named)
         # Parameters of AdamW; they alias the shards only during a step, so that offloading the model frees its memory.
-        self._shards = {name: nn.Parameter(local_shard(value).new_empty(0)) for name, value in self._named.items()}
+        self.shards = {name: nn.Parameter(local_shard(value).new_empty(0)) for name, value in self._named.items()}
         self._group = mesh.get_group("shard")
         self._bf16_moments = optim.state_dtype == "bf16"
         self._steps: int | None = 0  # None: to be read from a loaded state
-        self.adamw = build_optimizer(self._shards.values(), optim)
+        self.adamw = build_optimizer(self.shards.values(), optim)
         self.schedule = build_schedule(self.adamw, optim, total_steps)
 
     @property
@@ -83,11 +83,11 @@ class ShardedAdamW:
 
     def _step(self, names: Iterable[str]) -> None:
         for name in names:
-            shard, parameter = self._shards[name], self._named[name]
+            shard, parameter = self.shards[name], self._named[name]
             shard.data, shard.grad = local_shard(parameter), local_shard(parameter.grad)
         self.adamw.step()
         for name in names:
-            shard = self._shards[name]
+            shard = self.shards[name]
             shard.grad = None
             shard.data = shard.data.new_empty(0)
 
@@ -96,12 +96,12 @@ class ShardedAdamW:
         if self._steps is None:
             self._steps = int(torch.stack([state["step"] for state in self.adamw.state.values()]).max())
         for name in names:
-            if not self.adamw.state[self._shards[name]]:
+            if not self.adamw.state[self.shards[name]]:
                 self._init_state(name)
         generator = torch.Generator(local_shard(self._named[names[0]]).device).manual_seed(self._steps)
         sizes = ((name, local_shard(self._named[name]).numel()) for name in names)
         for portion in bucketed(sizes, PORTION):
-            moments = Float32Moments([self.adamw.state[self._shards[name]] for name in portion])
+            moments = Float32Moments([self.adamw.state[self.shards[name]] for name in portion])
             self._step(portion)
             moments.store(generator)
         self._steps += 1
@@ -124,7 +124,7 @@ class ShardedAdamW:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the live state as `parameter/key`, sharded like the parameter; empty before the first step."""
         tensors = {}
-        for name, shard in self._shards.items():
+        for name, shard in self.shards.items():
             for key, value in self.adamw.state.get(shard, {}).items():
                 tensors[f"{name}/{key}"] = sharded_like(self._named[name], value) if key in MOMENTS else value
         return tensors
@@ -132,7 +132,7 @@ class ShardedAdamW:
     def allocate_state(self, stored: set[str]) -> dict[str, torch.Tensor]:
         """Replace the state by zeros for the parameters with `stored` state; return the new tensors."""
         self.adamw.state.clear()
-        for name in self._shards:
+        for name in self.shards:
             if f"{name}/step" in stored:
                 self._init_state(name)
         self._steps = None if self.adamw.state else 0
@@ -143,4 +143,4 @@ class ShardedAdamW:
         moments = {
             key: torch.zeros_like(local, dtype=torch.bfloat16 if self._bf16_moments else local.dtype) for key in MOMENTS
         }
-        self.adamw.state[self._shards[name]] = {"step": torch.zeros((), device=local.device), **moments}
+        self.adamw.state[self.shards[name]] = {"step": torch.zeros((), device=local.device), **moments}

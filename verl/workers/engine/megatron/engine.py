@@ -85,7 +85,7 @@ class MegatronEngine(BaseTrainEngine):
         )
         self._pad_token_id = getattr(self.hf_config, "pad_token_id", None) or 0
         self.arch = CoreArchitecture.from_config(self.hf_config)
-        self._compiled = compile_layers and self.device.type == "cuda"
+        self.compiled = compile_layers and self.device.type == "cuda"
         bridge = create_bridge(engine_config, self.arch, kind, self.hf_config, self.device)
         with layout.activate():
             self._build(model_config, engine_config, optim is not None, router_replay)
@@ -93,17 +93,17 @@ class MegatronEngine(BaseTrainEngine):
             named = [(part, global_names(part, layout)) for part in self.models]
             arguments = named, layout, self.arch, kind, skeleton, self.device
             self._weights = CoreWeights(*arguments) if bridge is None else BridgedWeights(bridge, *arguments)
-            self._optimizer: CoreAdamW | None = None
+            self.optimizer: CoreAdamW | None = None
             if optim is not None:
-                self._optimizer = CoreAdamW(self.chunks, optim, total_steps, bool(engine_config.grad_offload))
+                self.optimizer = CoreAdamW(self.chunks, optim, total_steps, bool(engine_config.grad_offload))
             self.load_weights(model)
         self._state = MegatronState(
             skeleton,
             model_info(self.hf_config, kind),
             self._weights,
             self.chunks,
-            self._optimizer.core if self._optimizer is not None else None,
-            self._optimizer.schedules if self._optimizer is not None else (),
+            self.optimizer.core if self.optimizer is not None else None,
+            self.optimizer.schedules if self.optimizer is not None else (),
             self._loss_scale,
             self.device,
         )
@@ -111,21 +111,21 @@ class MegatronEngine(BaseTrainEngine):
 
     def load_weights(self, model: str | os.PathLike | nn.Module) -> None:
         """Load the weights of a Hugging Face model, in files or in memory. A collective."""
-        core = self._optimizer.core if self._optimizer is not None else None
+        core = self.optimizer.core if self.optimizer is not None else None
         load_weights(self._weights, model, self.hf_config, self._trust_remote_code, core)
 
     def _build(self, model_config: Any, engine_config: MegatronConfig, train: bool, router_replay: bool) -> None:
         """Build the model chunks of this rank with uninitialised weights, wrapped for gradients if they are trained."""
         checkpointing = train and bool(getattr(model_config, "enable_gradient_checkpointing", False))
         config = core_config(
-            self.arch, engine_config, self.layout, self.compute_dtype, checkpointing if train else None, self._compiled
+            self.arch, engine_config, self.layout, self.compute_dtype, checkpointing if train else None, self.compiled
         )
         stages = range(self.layout.vpp) if self.layout.vpp > 1 else [None]
         self.models = [
             MegatronModel(config, self.kind, self.hf_config, self.layout, self.device, stage) for stage in stages
         ]
         # Layers with collectives are compiled in parts, by Core's fused functions.
-        if self._compiled and self.layout.tp.size == self.layout.cp.size == 1:
+        if self.compiled and self.layout.tp.size == self.layout.cp.size == 1:
             layers = (layer for part in self.models for layer in part.decoder.layers)
             compile_each_layer(layer for layer in layers if not layer.is_moe_layer)
         self._routers: Routers | None = None
@@ -160,8 +160,8 @@ class MegatronEngine(BaseTrainEngine):
         return self.layout.activate()
 
     def _run_training(self, run: ModelPass) -> None:
-        assert self._optimizer is not None
-        self._optimizer.begin_gradients()
+        assert self.optimizer is not None
+        self.optimizer.begin_gradients()
         self._run(run, backward=True)
 
     def _run_inference(self, run: ModelPass) -> list[tuple[list[int] | None, Routes]]:
@@ -180,8 +180,8 @@ class MegatronEngine(BaseTrainEngine):
                 super().load(folder, contents)
                 return
             self.to("device")
-            self._memory.prepare_update()
-            load_core_weights(self.models, self._optimizer.core if self._optimizer is not None else None, folder)
+            self.memory.prepare_update()
+            load_core_weights(self.models, self.optimizer.core if self.optimizer is not None else None, folder)
 
     # ---------------------------------------------------------------- internals
 
@@ -190,7 +190,7 @@ class MegatronEngine(BaseTrainEngine):
         for chunk in self.chunks:
             chunk.train(backward)
         parts = self._micro_batches(run)
-        with explain_compile_errors(self._compiled, self.arch.family):
+        with explain_compile_errors(self.compiled, self.arch.family):
             run_micro_batches(self.chunks, self.layout, parts, run, backward=backward)
         return parts
 
@@ -207,7 +207,7 @@ class MegatronEngine(BaseTrainEngine):
             return math.ceil(maximum / stages) * stages if interleaved else maximum
 
         micro = run.micro.scaled_by(self.layout.cp.size)
-        parts = list(micro_batches(run.data, micro, self._cost, required_count))
+        parts = list(micro_batches(run.data, micro, self.cost, required_count))
         width = run.data.batch["responses"].shape[1] if self.kind != "sequence_classification" else 0
         packed = [
             packed_rows(part.batch["input_ids"], part.batch["attention_mask"], width, self._pad_token_id)

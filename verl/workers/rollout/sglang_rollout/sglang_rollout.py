@@ -77,8 +77,8 @@ class SGLangRollout(EmbeddedRollout):
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         """SGLang releases memory only while no request runs: unfinished requests restart from their tokens."""
         if "kv_cache" not in tags:
-            self._loop.halt("release")
-            self._loop.invalidate_kv_cache()
+            self.loop.halt("release")
+            self.loop.invalidate_kv_cache()
             self.step_engine.server.flush_kv()
         super().release(tags)
 
