@@ -41,14 +41,14 @@ def test_spans_are_taken_once_and_count_is_bounded():
         pass
     assert [entry.name for entry in take_spans()] == ["inner", "update"]
     assert take_spans() == []
-    for _ in range(progress._MAX_SPANS + 5):
+    for _ in range(progress.MAX_SPANS + 5):
         with span("call"):
             pass
-    assert len(take_spans()) == progress._MAX_SPANS
+    assert len(take_spans()) == progress.MAX_SPANS
 
 
 def test_a_busy_span_lasts_from_the_first_to_the_last_request(monkeypatch):
-    clock = iter([10.0, 11.0, 12.0, 15.0, 20.0, 20.0 + 2 * progress._MAX_BUSY_S, 90.0])
+    clock = iter([10.0, 11.0, 12.0, 15.0, 20.0, 20.0 + 2 * progress.MAX_BUSY_S, 90.0])
     monkeypatch.setattr(progress.time, "time", lambda: next(clock))
     busy = BusySpans("generating")
     take_spans()
@@ -60,7 +60,7 @@ def test_a_busy_span_lasts_from_the_first_to_the_last_request(monkeypatch):
     busy.set(3)
     busy.set(2)  # long after: reported in parts
     busy.set(0)
-    middle = 20.0 + 2 * progress._MAX_BUSY_S
+    middle = 20.0 + 2 * progress.MAX_BUSY_S
     assert take_spans() == [Span("generating", 20.0, middle), Span("generating", middle, 90.0)]
 
 
