@@ -37,8 +37,6 @@ DEFAULT_MICRO_BATCH = 4
 # conversations spend up to half of their time in tools. A waiting conversation is a coroutine and costs little.
 CONVERSATIONS_PER_SLOT = 2
 MIN_CONCURRENT_REQUESTS = 128  # per loop worker: slow tools need many conversations even with a small engine
-# Default of `ppo_max_token_len_per_gpu`; `trainer.auto_memory` may raise it.
-MICRO_BATCH_TOKENS = 16384
 # Default of `max_num_seqs`, if one generation does not need fewer.
 MAX_SEQUENCES = 1024
 # Validation responses to log.
@@ -263,9 +261,6 @@ def _critic(config: PPOConfig) -> None:
 
 def _micro_batches(config: PPOConfig, report: Report) -> None:
     """Convert sizes summed over ranks to sizes per rank; the default of updates is 4, at most a rank's samples."""
-    actor = config.actor_rollout_ref.actor
-    if actor.ppo_max_token_len_per_gpu is None:
-        actor.ppo_max_token_len_per_gpu = MICRO_BATCH_TOKENS
     for role, block in (("actor", ACTOR), ("critic", "critic")):
         _convert_total(config, report, block, "ppo_micro_batch_size", role)
         update = get_path(config, block)

@@ -54,11 +54,7 @@ class ActorConfig(Block):
     )
     ppo_epochs: int = key("PPO epochs: passes over each batch.", min=1)
     use_dynamic_bsz: bool = key("Fill micro-batches up to a token budget instead of a fixed number of samples.")
-    ppo_max_token_len_per_gpu: int = key(
-        "Token budget per rank and forward-backward pass.",
-        null="16384; on a GPU with free memory up to twice that (trainer.auto_memory)",
-        min=1,
-    )
+    ppo_max_token_len_per_gpu: int = key("Token budget per rank and forward-backward pass.", min=1)
     clip_ratio: float = key(
         "Clip range: largest distance of the probability ratio from 1.",
         null="the default of the policy loss (vanilla: 0.2)",

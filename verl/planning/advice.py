@@ -4,7 +4,6 @@ largest batch, sequence length and model."""
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +24,6 @@ UNCERTAINTY = 0.07
 # Changes that reduce the peak by a smaller fraction are ignored.
 _MIN_REDUCTION = 0.005
 
-# Fraction of the memory that stays free when a token budget is raised.
-_RESERVE = 0.03
 # Steps between the lengths and the tokens of micro-batches that are tried.
 _LENGTH_STEP, _TOKEN_STEP = 64, 512
 
@@ -87,38 +84,7 @@ def apply_memory_settings(config: Any, plan_of: Planner) -> list[MemoryChange]:
     auto_memory = config.trainer.auto_memory
     if auto_memory is False:
         return []
-    changes = apply_cheapest_changes(config, plan_of, placement_only=auto_memory is None)
-    return [*changes, *_raise_token_budgets(config, plan_of)]
-
-
-def _raise_token_budgets(config: Any, plan_of: Planner) -> list[MemoryChange]:
-    """Raise the token budgets of updates on a GPU that were not set, if there is memory; return the changes.
-
-    Every micro-batch casts the weights and reduces the gradients, so fewer of them are faster.
-    """
-    changes: list[MemoryChange] = []
-    for phase, block in (("update_actor", "actor_rollout_ref.actor"), ("update_critic", "critic")):
-        remedy = Remedy(f"{block}.ppo_max_token_len_per_gpu", "double")
-        tokens = value_of(config, remedy.key)
-        set_by_user = remedy.key in getattr(config, "changed", {})
-        if set_by_user or config.trainer.device != "cuda" or value_of(config, f"{block}.use_dynamic_bsz") is not True:
-            continue
-        before = plan_of(config)
-        for value in (2 * tokens, tokens + tokens // 2):
-            changed = _with_values(config, {remedy.key: value})
-            after = plan_of(changed)
-            if _has_reserve(after) and phase in (item.phase for item in after.phases) and _is_valid(changed):
-                totals = (plan.phase(phase).total for plan in (before, after))
-                changes.append(MemoryChange(remedy, tokens, value, phase, *totals))
-                set_path(config, remedy.key, value)
-                break
-    return changes
-
-
-def _has_reserve(plan: MemoryPlan) -> bool:
-    """Whether the memory of the device is known, and all phases leave `_RESERVE` of their memory."""
-    limits = [(phase, phase.capacity or (math.inf if phase.on_host else 0)) for phase in plan.phases]
-    return all(phase.total <= capacity * (1 - _RESERVE) for phase, capacity in limits)
+    return apply_cheapest_changes(config, plan_of, placement_only=auto_memory is None)
 
 
 def apply_cheapest_changes(config: Block, plan_of: Planner, placement_only: bool = False) -> list[MemoryChange]:

@@ -92,8 +92,6 @@ class Remedy:
         name = self.key.rpartition(".")[2]
         if self.action == "off" and "offload" in name:
             return "device memory"
-        if self.action == "double" and "max_token_len" in name:
-            return "device memory, for fewer micro-batches"
         return next((cost for part, cost in _COSTS if part in name), "a little speed")
 
     @property

@@ -46,33 +46,6 @@ def test_keys_that_were_set_are_kept(h200):
     assert config.actor_rollout_ref.actor.fsdp_config.reshard_after_forward is None
 
 
-DYNAMIC = f"{ACTOR}.use_dynamic_bsz=True"
-TOKENS = f"{ACTOR}.ppo_max_token_len_per_gpu"
-
-
-@pytest.mark.parametrize(
-    ("keys", "tokens"),
-    [
-        ((DYNAMIC,), 24576),  # twice the default would leave less than 3 % of the device
-        ((DYNAMIC, "actor_rollout_ref.model.lora_rank=32"), 32768),
-        ((DYNAMIC, "actor_rollout_ref.model.lora_rank=32", f"{TOKENS}=16384"), 16384),  # as set by the user
-        ((DYNAMIC, "actor_rollout_ref.model.lora_rank=32", "trainer.auto_memory=False"), 16384),
-        ((f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", "actor_rollout_ref.model.lora_rank=32"), 16384),
-    ],
-)
-def test_micro_batches_that_were_not_set_use_free_memory(h200, keys, tokens):
-    config = load(*h200, *keys)
-    plan = check.check_memory(config)
-    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == tokens
-    assert plan.phase("update_actor").total < 0.97 * H200.total
-
-
-def test_micro_batches_on_a_cpu_do_not_depend_on_its_memory():
-    config = load(*GRPO, *LENGTHS, DYNAMIC, "trainer.device=cpu")
-    device = type(H200)("cpu", 500 * GB, "")
-    assert apply_memory_settings(config, lambda changed: plan_of(changed, "0.5b", device)) == []
-
-
 def test_only_the_placement_changes_without_auto_memory():
     for gigabytes in range(40, 140, 10):
         config = load(*GRPO, *LENGTHS)
