@@ -6,7 +6,7 @@ CUDA kernels are replaced by operators on the CPU. The compiler treats both alik
 from __future__ import annotations
 
 import random
-from functools import partialmethod
+from functools import partial, partialmethod
 from itertools import pairwise
 from typing import Any
 
@@ -257,6 +257,31 @@ def test_the_backward_pass_recomputes_only_what_it_reads(monkeypatch):
     for name, value in layer.named_parameters():
         torch.testing.assert_close(value.grad, expected[name])
     assert products == [2, 1 + 4]
+    torch._dynamo.reset()
+
+
+class MLPWithGraphBreak(CheckpointedMLP):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(hidden))
+        torch._dynamo.graph_break()
+        return self.down(hidden)
+
+
+def test_the_parts_of_a_layer_with_a_graph_break_are_compiled(monkeypatch):
+    """For example with Ulysses, or hooks of routers."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    layer, hidden = MLPWithGraphBreak(), torch.randn(4, 8, requires_grad=True)
+    layer(hidden).sum().backward()
+    expected = {name: value.grad for name, value in layer.named_parameters()}
+    layer.zero_grad()
+    compile_each_layer([layer])
+    before = compiled_graphs()
+    layer(hidden).sum().backward()
+    for name, value in layer.named_parameters():
+        torch.testing.assert_close(value.grad, expected[name])
+    assert compiled_graphs() - before == 2, "before and after the break"
     torch._dynamo.reset()
 
 

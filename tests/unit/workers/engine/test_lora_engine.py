@@ -13,6 +13,7 @@ from tests.support.engine_cases import (
     engine_gradients,
     make_batch,
     make_engine,
+    model_of_kind,
     plain_fields,
     token_loss,
     whole_weights,
@@ -82,6 +83,18 @@ def test_passes_on_one_rank_read_frozen_weights_in_place(folder, rank):
     assert len(used) >= 14
     assert used == {name: stored[f"{name}.weight"].data_ptr() for name in used}
     assert stored["lm_head.weight"] is stored["model.embed_tokens.weight"], "tied weights stay tied"
+
+
+@pytest.mark.parametrize("kind", ["value", "sequence_classification"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_frozen_head_computes_in_float32_in_half_precision(kind, precision):
+    """The head is stored in half precision, but its inputs and weights are cast."""
+    model = model_of_kind(kind)
+    engine = make_engine(model, kind, train=False, mixed_precision=precision)
+    field = "values" if kind == "value" else "scores"
+    result = engine.infer(DATA, [field]).batch[field]
+    assert result.dtype == torch.float32
+    assert result.isfinite().all()
 
 
 def test_the_reference_is_the_base_bit_for_bit_and_costs_no_weights(folder, trained):

@@ -31,7 +31,7 @@ from verl.protocol import DataProto
 from verl.types.weights import TensorSpec
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common import base_engine
-from verl.workers.engine.common.base_engine import explain_compile_errors
+from verl.workers.engine.common.base_engine import compiled_pass
 from verl.workers.engine.fsdp import sharding
 
 BOTH = ["log_probs", "entropy"]
@@ -110,7 +110,7 @@ def test_one_rank_adds_up_micro_batches_and_reduces_them_once(monkeypatch):
 def test_a_compiler_that_fails_is_explained_with_the_key():
     with (
         pytest.raises(RuntimeError, match=r"use_torch_compile"),
-        explain_compile_errors(True, "Qwen2Model"),
+        compiled_pass(True, "Qwen2Model"),
     ):
         raise TorchDynamoException("no compiler\nmore lines")
 

@@ -350,19 +350,19 @@ def compile_each_layer(layers: Iterable[nn.Module]) -> None:
     Activation checkpointing that transformers has enabled moves into the compiled code. There the backward pass
     recomputes only what it reads, e.g. not the last projection of a layer, a quarter of its products.
     """
-    # Floats such as the epsilon of a norm never change. As dynamic values they would make Dynamo compile twice: it
-    # restarts with constants when a float turns out to be an argument of a kernel.
-    torch._dynamo.config.specialize_float = True
     options = _code_for_all_sizes()
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             layer.gradient_checkpointing = False
-            layer.forward = partial(_checkpointed, layer, layer.forward)
+            layer.forward = partial(_checkpointed, layer, torch.compile(layer.forward, dynamic=True, options=options))
         layer.compile(dynamic=True, options=options)
 
 
 def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The forward pass of a layer, recomputed in the backward pass."""
+    """The forward pass of a layer, recomputed in the backward pass.
+
+    `forward` is compiled: if it has graph breaks, Dynamo does not compile this function, but the parts of `forward`.
+    """
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -386,15 +386,20 @@ def compiled_graphs() -> int:
 
 
 @contextmanager
-def explain_compile_errors(compiled: bool, name: str) -> Iterator[None]:
-    """Context of a pass of compiled layers: a compiler error is raised as RuntimeError with the model and a remedy."""
+def compiled_pass(compiled: bool, name: str) -> Iterator[None]:
+    """Context of a pass of layers that may be compiled: settings of the compiler; its errors are raised as RuntimeError
+    with the model and a remedy."""
     if not compiled:
         yield
         return
+    from torch._dynamo import config
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        yield
+        # Floats such as the epsilon of a norm never change. As dynamic values they would make Dynamo compile twice: it
+        # restarts with constants when a float turns out to be an argument of a kernel.
+        with config.patch(specialize_float=True):
+            yield
     except TorchDynamoException as error:
         raise RuntimeError(
             f"use_torch_compile: the layers of {name} could not be compiled "

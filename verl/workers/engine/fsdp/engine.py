@@ -35,7 +35,7 @@ from verl.workers.engine.common.base_engine import (
     BaseTrainEngine,
     ModelPass,
     compile_each_layer,
-    explain_compile_errors,
+    compiled_pass,
 )
 from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, model_info, require_fit
 from verl.workers.engine.common.engine_checkpoint import StateSnapshot, extra_state, restore_extra
@@ -268,7 +268,7 @@ class FSDPEngine(BaseTrainEngine):
             rows = sequence_parallel_rows(rows, self.sequence_parallel)
         if self._routers is not None:
             self._routers.begin(part, rows.packing, filler, run.record_routing)
-        with explain_compile_errors(self.compiled, type(self.model.hf).__name__):
+        with compiled_pass(self.compiled, type(self.model.hf).__name__):
             return self.model(rows.to(self.device), run.fields, shape, run.temperature, run.top_k)
 
 

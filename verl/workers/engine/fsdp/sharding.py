@@ -56,8 +56,11 @@ def shard(
     """
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     gathers = mesh["shard"].size() > 1
+    score = getattr(model.hf, "score", None)
     # Frozen weights that are neither gathered nor cast are used as they are; fully_shard would copy them in each pass.
-    unmanaged = {p for p in model.parameters() if not (gathers or p.requires_grad) and p.dtype == dtype}
+    cast = set() if score is None else set(score.parameters())
+    frozen = {p for p in model.parameters() if not p.requires_grad and p.dtype == dtype}
+    unmanaged = set() if gathers else frozen - cast
     reshards, one_group = grouping(mesh["shard"].size(), reshard_after_forward)
     layers: list[Any] = [] if one_group else outermost_layers(model.hf)
     for layer in layers:
@@ -65,7 +68,6 @@ def shard(
     if prefetch and gathers:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
-    score = getattr(model.hf, "score", None)
     if score is not None:  # one value per token, for which half precision is too coarse
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
         fully_shard(score, mesh=mesh, mp_policy=exact, ignored_params=unmanaged)

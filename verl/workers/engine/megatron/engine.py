@@ -33,7 +33,7 @@ from verl.workers.engine.common.base_engine import (
     BaseTrainEngine,
     ModelPass,
     compile_each_layer,
-    explain_compile_errors,
+    compiled_pass,
 )
 from verl.workers.engine.common.checkpoint_compatibility import model_info
 from verl.workers.engine.common.engine_checkpoint import checkpoint_folder
@@ -190,7 +190,7 @@ class MegatronEngine(BaseTrainEngine):
         for chunk in self.chunks:
             chunk.train(backward)
         parts = self._micro_batches(run)
-        with explain_compile_errors(self.compiled, self.arch.family):
+        with compiled_pass(self.compiled, self.arch.family):
             run_micro_batches(self.chunks, self.layout, parts, run, backward=backward)
         return parts
 
