@@ -5,10 +5,10 @@
     python benchmarks/large_model.py --checkpoints /mnt/disk      # another disk; full fine-tuning needs 85 GB there
 
 32 prompts × 8 responses of 256 + 512 tokens, one optimizer step per batch, random weights. `full`: no keys of memory or
-placement are set, `trainer.auto_memory` decides. `lora`: activations are not checkpointed, and a micro-batch has one
-prompt with its responses. `lora, checkpointed`: without these keys. `s` of a step is the mean without the first step.
-The resumed run trains one more step from the checkpoint of step 3. Without enough space for a checkpoint, the run is
-measured without.
+placement are set, `trainer.auto_memory` decides; `full, larger micro-batches`: of 24,576 tokens. `lora`: activations
+are not checkpointed, and a micro-batch has one prompt with its responses; `lora, checkpointed`: without these keys. `s`
+of a step is the mean without the first step. The resumed run trains one more step from the checkpoint of step 3.
+Without enough space for a checkpoint, the run is measured without.
 
 Without a GPU the model is tiny: this only tests the script.
 """
@@ -45,6 +45,7 @@ MODES: dict[str, list[str]] = {
     ],
     "full": [],
     "lora, checkpointed": [f"{MODEL}.lora_rank={{rank}}"],
+    "full, larger micro-batches": [f"{ACTOR}.ppo_max_token_len_per_gpu=24576"],
 }
 
 
@@ -59,7 +60,7 @@ def measure(mode: str, folder: Path, checkpoints: Path, options: argparse.Namesp
     checkpoint_folder = checkpoints / mode
     keys = [f"{ACTOR}.use_dynamic_bsz=True", f"trainer.default_local_dir={checkpoint_folder}"]
     keys += [key.format(rank=options.lora_rank) for key in MODES[mode]]
-    saves = mode != "full" or not torch.cuda.is_available() or has_space_for_full(checkpoints)
+    saves = not mode.startswith("full") or not torch.cuda.is_available() or has_space_for_full(checkpoints)
     saves = saves and not options.no_checkpoints
     keys += [_SAVED] if saves else []
     rows = [{"mode": mode, "run": f"{STEPS} steps", **run(mode, folder, keys, STEPS, options.limit)}]
@@ -83,7 +84,7 @@ def has_space_for_full(checkpoints: Path) -> bool:
 def run(mode: str, folder: Path, keys: Sequence[str], steps: int, limit: float) -> dict[str, Any]:
     """Train up to step `steps`; return seconds and memory of the steps, seconds of the start-up, and any problem."""
     work, log = work_of(steps), folder / f"{mode}-{steps}.log"
-    name = mode.replace(", ", "-")
+    name = mode.replace(", ", "-").replace(" ", "-")
     metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
     before = len(training_steps(metrics))
     environment = {"RAY_ADDRESS": "local", **os.environ, "HF_HUB_OFFLINE": "1", "WORKER_CLOCK": os.devnull}
