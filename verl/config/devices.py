@@ -48,7 +48,8 @@ def gpu_memory() -> tuple[int, str] | None:
     library, count = _nvml(), ctypes.c_uint()
     if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return None
-    return min((_memory_and_name(library, index) for index in range(count.value)), default=None)
+    gpus = [_memory_and_name(library, index) for index in range(count.value)]
+    return min((gpu for gpu in gpus if gpu is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -184,8 +185,10 @@ def _name(library: Any, handle: ctypes.c_void_p) -> str:
     return name.value.decode(errors="replace")
 
 
-def _memory_and_name(library: Any, index: int) -> tuple[int, str]:
-    handle, memory = ctypes.c_void_p(), _Memory()
-    library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle))
-    library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory))
-    return int(memory.total), _name(library, handle)
+def _memory_and_name(library: Any, index: int) -> tuple[int, str] | None:
+    """Return (bytes, name) of a GPU; None if NVML does not report its memory (integrated GPUs share the host's)."""
+    handle = ctypes.c_void_p()
+    if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)):
+        return None
+    memory = _read(library.nvmlDeviceGetMemoryInfo, handle, _Memory())
+    return None if memory is None else (int(memory.total), _name(library, handle))
