@@ -5,17 +5,18 @@ Not in server.py: that module runs as `__main__`, and requests are unpickled fro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import ConfigDict, Field, model_validator
 
-from verl.search.retriever import MAX_QUERIES, MAX_TOPK, check_queries
+from verl.search.retriever import MAX_QUERIES, MAX_TOPK, QueryLimit, check_queries
 from verl.utils.http_server.json_body import RequestModel
 
-__all__ = ["MAX_HITS", "RetrieveRequest"]
+__all__ = ["MAX_HITS", "RetrieveRequest", "check_response_size"]
 
 MAX_HITS = 65536
-"""Documents of one response."""
+"""Maximum number of documents in one response."""
 
 
 class RetrieveRequest(RequestModel):
@@ -29,8 +30,14 @@ class RetrieveRequest(RequestModel):
     return_scores: bool = False
 
     @model_validator(mode="after")
-    def _check_work(self) -> RetrieveRequest:
+    def _check_limits(self) -> RetrieveRequest:
         check_queries(self.queries, self.topk)
-        if len(self.queries) * (self.topk or 1) > MAX_HITS:
-            raise ValueError(f"queries: {len(self.queries)} with topk {self.topk} exceed {MAX_HITS} documents")
+        if self.topk is not None:  # otherwise checked with the server's default, which is not known here
+            check_response_size(self.queries, self.topk)
         return self
+
+
+def check_response_size(queries: Sequence[str], topk: int) -> None:
+    """Raise QueryLimit if a response with `topk` documents per query may have more than MAX_HITS."""
+    if len(queries) * topk > MAX_HITS:
+        raise QueryLimit(f"queries: {len(queries)} with topk {topk} exceed {MAX_HITS} documents")

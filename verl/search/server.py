@@ -23,8 +23,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from verl.search.request import RetrieveRequest
-from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, Retriever, open_retriever
+from verl.search.request import RetrieveRequest, check_response_size
+from verl.search.retriever import DEFAULT_TOPK, RETRIEVERS, Hit, QueryLimit, Retriever, open_retriever
 from verl.utils.http_server import add_server_options, positive
 from verl.utils.http_server.app import HttpError, create_app, request_body
 from verl.utils.http_server.json_body import BodyParser
@@ -73,7 +73,12 @@ class SearchServer:
 
     async def _retrieve(self, request: Request) -> Response:
         query = await self._parser.parse(RetrieveRequest, request_body(request))
-        results = await self.search(query.queries, query.topk or self._retriever.topk)
+        topk = query.topk or self._retriever.topk
+        try:
+            check_response_size(query.queries, topk)
+        except QueryLimit as error:
+            raise HttpError(422, f"{error}.", param="queries") from error
+        results = await self.search(query.queries, topk)
         self._query_count += len(query.queries)
         return StreamingResponse(_response_chunks(results, query.return_scores), media_type="application/json")
 

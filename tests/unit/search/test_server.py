@@ -74,6 +74,15 @@ def test_what_is_no_question_is_refused_with_the_reason(server, body):
     assert httpx.post(server.url, content="x" * (9 << 20), trust_env=False).status_code == 413
 
 
+def test_the_limit_on_documents_holds_for_the_default_topk(corpus):
+    with serving(corpus, "--topk", "100") as server:
+        assert ask(server, queries=["a"] * 655).status_code == 200
+        for topk in (None, 100):
+            reply = ask(server, queries=["a"] * 656, topk=topk)
+            assert reply.status_code == 422
+            assert "656 with topk 100" in str(reply.json()["detail"])
+
+
 def test_many_callers_share_requests_and_equal_questions_are_asked_once(server):
     async def run():
         client = RetrieverClient(server.url)
