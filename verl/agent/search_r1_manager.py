@@ -55,6 +55,8 @@ class _Conversation:
     valid: int = 0
     searches: int = 0
     active: bool = True
+    """Whether more turns are generated."""
+    answered: bool = False
 
     @property
     def ids(self) -> list[int]:
@@ -76,7 +78,8 @@ class LLMGenerationManager:
 
         The result has the columns of `generate_sequences` and `info_mask` [batch, prompt + response], 0 on tokens of
         the environment and on padding. Its meta_info has `turns_stats`, `active_mask`, `valid_action_stats` and
-        `valid_search_stats` (one value per row) and `search_failures`.
+        `valid_search_stats` (one value per row) and `search_failures`. A row without an answer stays in `active_mask`:
+        scripts compute the share of finished rows from it.
         """
         self._search_failures = 0
         rows = [_Conversation(Row(ids, [])) for ids in self._prompts(gen_batch, initial_input_ids)]
@@ -134,7 +137,8 @@ class LLMGenerationManager:
         actions = [parse_action(self.tokenizer.decode(row.row.turns[-1].token_ids)) for row in active]
         for row, action in zip(active, actions, strict=True):
             row.valid += action.kind != "invalid"
-            row.active = not last and action.kind != "answer"
+            row.answered = action.kind == "answer"
+            row.active = not last and not row.answered
         continued = [(row, action) for row, action in zip(active, actions, strict=True) if row.active]
         results = iter(self._search([action.content for _, action in continued if action.kind == "search"]))
         for row, action in continued:
@@ -190,7 +194,7 @@ class LLMGenerationManager:
         batch.batch["info_mask"] = torch.cat([prompt, batch.batch["response_mask"]], dim=1)
         batch.meta_info = gen_batch.meta_info | {
             "turns_stats": [row.turns for row in rows],
-            "active_mask": [row.active for row in rows],
+            "active_mask": [not row.answered for row in rows],
             "valid_action_stats": [row.valid for row in rows],
             "valid_search_stats": [row.searches for row in rows],
             "search_failures": self._search_failures,

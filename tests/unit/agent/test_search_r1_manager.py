@@ -119,6 +119,7 @@ def test_rows_take_their_turns_together_and_masks_say_whose_tokens_are_whose(cor
     stats = batch.meta_info
     assert (stats["turns_stats"], stats["valid_action_stats"]) == ([2, 1, 2], [2, 1, 1])
     assert (stats["valid_search_stats"], stats["search_failures"]) == ([1, 0, 0], 0)
+    assert stats["active_mask"] == [False, False, False], "every row has answered"
     assert stats["temperature"] == 1.0
     masked, metrics = manager._create_loss_mask(batch, {})
     assert torch.equal(masked.batch["loss_mask"], columns["response_mask"])
@@ -132,6 +133,7 @@ def test_no_retriever_costs_a_turn_and_the_last_turn_does_not_search():
     _, batch, calls = run([conversation], "http://127.0.0.1:9/retrieve", max_turns=1)
     assert calls == 2
     assert batch.meta_info["search_failures"] == 1
+    assert batch.meta_info["active_mask"] == [True], "the row ended without an answer"
     assert batch.batch["responses"][0].tolist() == ask + told + ask
 
 
