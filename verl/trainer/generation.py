@@ -326,13 +326,14 @@ def _write(table: pa.Table, file: Path) -> None:
 
 def _check_lengths(rows: Rows, prompts: PromptTokens, config: GenerationConfig) -> None:
     limit, lengths = config.data.max_prompt_length, prompts.tokens.lengths
-    long = np.flatnonzero(lengths > limit)
-    if len(long) and config.data.truncation == "error":
+    too_long = np.flatnonzero(lengths > limit)
+    if len(too_long) and config.data.truncation == "error":
+        first, others = int(too_long[0]), len(too_long) - 1
+        more = f" (and {others} more)" if others else ""
         raise DataError(
             [
-                f"{rows.where(int(long[0]))} (and {len(long) - 1} more): the prompt has {lengths[long[0]]} tokens, more"
-                f" than data.max_prompt_length = {limit} (the longest has {lengths.max()}). Raise it, or set"
-                " data.truncation=left, right or middle."
+                f"{rows.where(first)}{more}: the prompt has {lengths[first]} tokens, more than data.max_prompt_length ="
+                f" {limit} (the longest has {lengths.max()}). Raise it, or set data.truncation=left, right or middle."
             ]
         )
 

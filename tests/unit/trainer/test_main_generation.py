@@ -207,6 +207,9 @@ def test_answers_are_whole_or_not_there_and_one_run_writes_at_a_time(tmp_path):
 def test_data_that_cannot_be_answered_is_refused_before_the_model_is_loaded(generate, tmp_path):
     with pytest.raises(DataError, match=r"data.max_prompt_length"):
         generate(data={"max_prompt_length": 4})
+    with pytest.raises(DataError) as error:
+        generate(data={"max_prompt_length": 4, "max_samples": 1})
+    assert "more)" not in str(error.value), "the only row"
     with pytest.raises(ConfigError, match=r"'question' .*data\.prompt_key"):
         generate(data={"prompt_key": "question"})
     pq.write_table(pa.table({"prompt": ["x"], "responses": ["y"]}), tmp_path / "answered.parquet")
