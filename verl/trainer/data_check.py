@@ -42,7 +42,7 @@ from verl.utils.dataset.rows import (
     value_at,
 )
 from verl.utils.reward_score import default_compute_score, known_data_sources, score_function
-from verl.utils.reward_score.calls import try_ground_truth
+from verl.utils.reward_score.calls import check_ground_truth
 from verl.utils.reward_score.registry import UNKNOWN_SOURCE, matching, unknown_source
 
 if TYPE_CHECKING:
@@ -251,13 +251,13 @@ def _rows_by_source(rows: Rows, key: str) -> dict[Any, list[int]]:
 
 
 def _score_ground_truth(row: dict[str, Any], truth: Any, source: str, where: str, result: SourceReward) -> None:
-    trial = None if truth is None else try_ground_truth(source, truth, row.get("extra_info"))
-    if trial is None:
+    check = None if truth is None else check_ground_truth(source, truth, row.get("extra_info"))
+    if check is None:
         return
     result.tried += 1
-    result.correct += trial.problem is None
-    if trial.problem is not None and result.first_wrong is None:
-        result.first_wrong = f"{where}: the ground truth {str(truth)[:60]!r} {trial.problem}"
+    result.correct += check.problem is None
+    if check.problem is not None and result.first_wrong is None:
+        result.first_wrong = f"{where}: the ground truth {str(truth)[:60]!r} {check.problem}"
 
 
 def _find_repetitions(rows: Rows, prompt_key: str, truth_key: str) -> Iterator[str]:

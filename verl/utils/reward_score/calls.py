@@ -1,7 +1,7 @@
 """Calls of a reward function in a scorer process: one row, rows of an async function, or a list of rows.
 
-A call returns a value, extra fields, or an error, unless it ends its process. Checks of a reward function score
-responses whose score is known: correct ones, empty ones, and ones that list many answers.
+A call that does not end its process returns a value with extra fields, or an error. The last section creates responses
+whose score is known in advance, for checks of a reward function: correct ones, and ones that list many answers.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ ERROR_KINDS = RAISED, INVALID, MEMORY, TIMEOUT, DIED = ("raised", "invalid", "me
 ScoreFields = tuple[float, dict[str, Any], str | None, str | None]
 RewardArguments = Mapping[str, Any]
 
-# Before each message: the number of the call, and the size of its content. The first message has the process id.
+# Precedes each message: the number of the call, and the size of the content in bytes. The content of the first message
+# is the process id.
 HEADER = struct.Struct("<QI")
+# Lines of a traceback in an error message, from its end.
 _TRACE_LINES = 6
 _loaded: Callable[[Any], Any]
 _loop = SharedEventLoop("rewards")
 
 
-def load(score: Callable[[Any], Any], user_functions: dict[str, registry.ScoreFunction]) -> None:
-    """In a scorer process: set the function that `score_loaded` calls, and register the functions of users."""
+def load_function(score: Callable[[Any], Any], user_functions: dict[str, registry.ScoreFunction]) -> None:
+    """In a scorer process: set the function that `call_loaded_function` calls, and register the functions of users."""
     global _loaded
     _loaded = score
     registry.register_all(user_functions)
 
 
-def score_loaded(row: Any) -> Any:
+def call_loaded_function(row: Any) -> Any:
+    """In a scorer process: return the loaded function's result (of an async function, its coroutine)."""
     return _loaded(row)
 
 
@@ -56,8 +59,8 @@ def score_row(function: Callable[..., Any], row: RewardArguments) -> ScoreFields
         return 0.0, {}, last_lines(traceback.format_exc()), RAISED
 
 
-async def score_awaited(function: Callable[..., Any], row: RewardArguments) -> ScoreFields:
-    """`score_row` of an async function, in an event loop."""
+async def score_row_async(function: Callable[..., Any], row: RewardArguments) -> ScoreFields:
+    """Like `score_row`, for an async function."""
     try:
         call: Any = registry.call_with_accepted(function, **row)
         return parse_result(await call)
@@ -67,11 +70,11 @@ async def score_awaited(function: Callable[..., Any], row: RewardArguments) -> S
         return 0.0, {}, last_lines(traceback.format_exc()), RAISED
 
 
-def score_together(function: Callable[..., Any], rows: Sequence[RewardArguments]) -> list[ScoreFields]:
+def score_rows_concurrently(function: Callable[..., Any], rows: Sequence[RewardArguments]) -> list[ScoreFields]:
     """Call an async function for all rows concurrently."""
 
     async def score_all() -> list[ScoreFields]:
-        return await asyncio.gather(*(score_awaited(function, row) for row in rows))
+        return await asyncio.gather(*(score_row_async(function, row) for row in rows))
 
     return _loop.run(score_all())
 
@@ -81,17 +84,17 @@ def _run_if_coroutine(result: Any) -> Any:
     return _loop.run(result) if inspect.iscoroutine(result) else result
 
 
-def score_lists(function: Callable[..., Any], rows: Sequence[RewardArguments]) -> tuple[ScoreFields, ...]:
-    """One call for all rows: `function(data_sources, solution_strs, ground_truths, extra_infos)` returns a list.
+def score_batch(function: Callable[..., Any], rows: Sequence[RewardArguments]) -> tuple[ScoreFields, ...]:
+    """Score all rows in one call: `function(data_sources, solution_strs, ground_truths, extra_infos)` returns a list.
 
-    It may omit parameters. If the call raises, all its rows have the error.
+    The function may omit any of these parameters. If the call raises, every row gets the error.
     """
     parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     lists = {f"{name}s": [row[name] for row in rows] for name in rows[0]}
     try:
         returned = _run_if_coroutine(
-            function(**{name: values for name, values in lists.items() if takes_any or name in parameters})
+            function(**{name: values for name, values in lists.items() if accepts_any or name in parameters})
         )
         if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
             raise TypeError(
@@ -112,6 +115,7 @@ def call_error(count: int, error: str) -> str:
 
 
 def last_lines(trace: str) -> str:
+    """Shorten a traceback to the lines that name the error."""
     return "".join(trace.splitlines(keepends=True)[-_TRACE_LINES:]).strip()
 
 
@@ -122,49 +126,56 @@ def parse_result(result: Any) -> ScoreFields:
     if type(result) is not float and isinstance(result, Mapping):
         extra = {str(name): value for name, value in result.items()}
         if "score" not in extra:
-            return invalid(f"the reward function returned a dict without 'score' (it has: {', '.join(extra)})")
+            names = ", ".join(extra)
+            return invalid_result(f"the reward function returned a dict without 'score' (it has: {names})")
         number = extra["score"]
     try:
         if isinstance(number, str | bytes):
-            raise TypeError("a text is not a number")
+            raise TypeError("float() would parse it")
         value = float(number)
     except (TypeError, ValueError, OverflowError):
-        return invalid(f"the reward function returned a {type(number).__name__}, not a number: {str(number)[:80]!r}")
-    return (value, extra, None, None) if math.isfinite(value) else invalid(f"the reward function returned {value}")
+        kind = type(number).__name__
+        return invalid_result(f"the reward function returned a {kind}, not a number: {str(number)[:80]!r}")
+    if not math.isfinite(value):
+        return invalid_result(f"the reward function returned {value}")
+    return value, extra, None, None
 
 
-def invalid(error: str) -> ScoreFields:
-    """The fields of a row without a valid score."""
+def invalid_result(error: str) -> ScoreFields:
+    """Return the result of a row without a valid score."""
     return 0.0, {}, error, INVALID
 
 
-# -- an event loop in a scorer process that starts every call that arrives on a socket, and replies as they end -----
+# -- async functions: an event loop in a scorer process runs all calls received on a socket concurrently ------------
 
 
 def serve_calls(address: str, timeout: float) -> None:
-    """Run the loaded function for each row that arrives at the socket `address`, until it is closed."""
+    """Run the loaded function for each row received on the socket `address`, until the socket is closed.
+
+    Calls run concurrently, each for at most `timeout` seconds; replies are sent in the order in which calls end.
+    """
     asyncio.run(_serve_calls(address, timeout))
 
 
-def message(number: int, content: Any) -> bytes:
-    """Pack a message; raises what pickling raises."""
+def pack_message(number: int, content: Any) -> bytes:
+    """Return a message as bytes. Raises the errors of pickle."""
     data = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
     return HEADER.pack(number, len(data)) + data
 
 
-async def receive(reader: asyncio.StreamReader) -> tuple[int, Any]:
-    """The number and content of the next message. IncompleteReadError: the connection is closed."""
+async def receive_message(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """Return the number and content of the next message. Raises IncompleteReadError if the connection is closed."""
     number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
     return number, pickle.loads(await reader.readexactly(size))
 
 
 async def _serve_calls(address: str, timeout: float) -> None:
     reader, writer = await asyncio.open_unix_connection(address)
-    writer.write(message(0, os.getpid()))
+    writer.write(pack_message(0, os.getpid()))
     running: set[asyncio.Task[None]] = set()
     try:
         while True:
-            number, row = await receive(reader)
+            number, row = await receive_message(reader)
             task = asyncio.ensure_future(_serve_call(number, row, timeout, writer))
             running.add(task)
             task.add_done_callback(running.discard)
@@ -174,30 +185,31 @@ async def _serve_calls(address: str, timeout: float) -> None:
 
 async def _serve_call(number: int, row: Any, timeout: float, writer: asyncio.StreamWriter) -> None:
     try:
-        outcome: Any = await asyncio.wait_for(score_loaded(row), timeout)
+        outcome: Any = await asyncio.wait_for(call_loaded_function(row), timeout)
     except asyncio.TimeoutError:
         outcome = TaskTimeout(f"took longer than {timeout:g} s and was stopped")
     except MemoryError as error:
         outcome = error
     try:
-        reply = message(number, outcome)
+        reply = pack_message(number, outcome)
     except Exception as error:  # noqa: BLE001 - a user's object may raise anything when it is pickled
-        reply = message(number, invalid(f"the result of the reward function cannot be pickled: {error}"))
+        reply = pack_message(number, invalid_result(f"the result of the reward function cannot be pickled: {error}"))
     writer.write(reply)
 
 
 # -- responses with a known score -----------------------------------------------------------------------------------
 
-EMPTY = ""
-_DECOYS = 40
+# Numbers among which a correct answer is listed.
+_DECOY_NUMBERS = range(1, 40)
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The score of a row's ground truth as a response."""
+class GroundTruthCheck:
+    """The score of a row's ground truth as a response, which should be 1."""
 
     score: float
-    problem: str | None  # None: it scores 1, as it must
+    problem: str | None
+    """Why the score is not 1; None: it is 1."""
 
 
 def correct_response(data_source: str, ground_truth: Any) -> str | None:
@@ -212,28 +224,29 @@ def correct_response(data_source: str, ground_truth: Any) -> str | None:
     return None if format_answer is None else format_answer(ground_truth)
 
 
-def try_ground_truth(data_source: str, ground_truth: Any, extra_info: Any = None) -> Trial | None:
+def check_ground_truth(data_source: str, ground_truth: Any, extra_info: Any = None) -> GroundTruthCheck | None:
     """Score the ground truth of a row as a response; None if it cannot be formatted as one."""
     try:
         answer = correct_response(data_source, ground_truth)
     except (ValueError, TypeError) as error:
-        return Trial(0.0, f"cannot be scored ({error})")
+        return GroundTruthCheck(0.0, f"cannot be scored ({error})")
     if answer is None:
         return None
     row = {"data_source": data_source, "solution_str": answer, "ground_truth": ground_truth, "extra_info": extra_info}
     value, _, failure, _ = score_row(score_function(data_source).compute, row)
     if failure is not None:
-        return Trial(0.0, f"cannot be scored ({failure.splitlines()[-1]})")
-    return Trial(value, None if value == 1.0 else f"scores {value:g} against itself, not 1")
+        return GroundTruthCheck(0.0, f"cannot be scored ({failure.splitlines()[-1]})")
+    return GroundTruthCheck(value, None if value == 1.0 else f"scores {value:g} against itself, not 1")
 
 
 def responses_with_all_answers(data_source: str, ground_truth: Any, others: Sequence[Any] = ()) -> list[str]:
-    """Responses that list many answers, including the correct one: plain, and in the expected format if possible.
+    """Return responses that list many answers, including the correct one: as plain text, and in the expected format if
+    possible. A reward function should not give them the score of a correct response.
 
-    The correct one is neither first nor last. `others`: correct answers of other rows.
+    The correct answer is neither first nor last. `others`: correct answers of other rows.
     """
     truth = str(ground_truth)
-    candidates = [*map(str, range(1, _DECOYS)), *map(str, others)]
+    candidates = [*map(str, _DECOY_NUMBERS), *map(str, others)]
     if len(truth) == 1 and truth.isalpha():
         candidates = list("ABCDEFGHIJ")
     decoys = [candidate for candidate in dict.fromkeys(candidates) if candidate != truth]

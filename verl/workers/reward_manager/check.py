@@ -14,7 +14,7 @@ from concurrent.futures import Future, TimeoutError
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from verl.utils.reward_score.calls import EMPTY, correct_response, responses_with_all_answers
+from verl.utils.reward_score.calls import correct_response, responses_with_all_answers
 from verl.workers.reward_manager.scorer import Sample, Score
 
 Submit = Callable[[Sample], "Future[Score]"]
@@ -138,7 +138,7 @@ def _cases(rows: Sequence[RewardRow], is_user_function: bool, quick: bool, repor
     errors = []
     others = [row.ground_truth for row in rows if isinstance(row.ground_truth, str) and len(row.ground_truth) < 20]
     for number, row in enumerate(rows):
-        sample = Sample(row.data_source, EMPTY, row.ground_truth, row.extra_info)
+        sample = Sample(row.data_source, "", row.ground_truth, row.extra_info)
         try:
             right = correct_response(row.data_source, row.ground_truth)
         except (ValueError, TypeError) as error:

@@ -23,7 +23,7 @@ from typing import Any
 
 from verl.utils.process_pool import PoolClosed, ProcessPool
 from verl.utils.process_pool.processes import DoneCallback
-from verl.utils.reward_score.calls import message, receive, serve_calls
+from verl.utils.reward_score.calls import pack_message, receive_message, serve_calls
 
 CALLS_PER_LOOP = 256
 # After this many lost loops without a result in between, calls are executed in their own processes at once.
@@ -60,7 +60,10 @@ class _LoopConnection:
 
 
 class EventLoops:
-    """Up to `max_loops` event loops in processes of `pool`, whose initializer loads the function (`calls.load`)."""
+    """Up to `max_loops` event loops in processes of `pool`.
+
+    The initializer of `pool` loads the reward function (`calls.load_function`).
+    """
 
     def __init__(
         self, pool: ProcessPool, max_loops: int, timeout: float, run_isolated: Callable[[ScoreCall], None]
@@ -198,7 +201,7 @@ class EventLoops:
     def _send(self, connection: _LoopConnection, call: ScoreCall) -> None:
         number = next(self._numbers)
         try:
-            data = message(number, call.row)
+            data = pack_message(number, call.row)
         except Exception:  # noqa: BLE001 - the row cannot be pickled here; the pool can send more types
             self._run_isolated(call)
             return
@@ -211,12 +214,12 @@ class EventLoops:
         connection = None
         self._writers.add(writer)
         try:
-            _, pid = await receive(reader)
+            _, pid = await receive_message(reader)
             connection = _LoopConnection(writer, pid)
             self._connections.append(connection)
             self._dispatch()
             while True:
-                number, result = await receive(reader)
+                number, result = await receive_message(reader)
                 self._lost_loops = 0
                 connection.calls.pop(number).finish(result)
                 self._dispatch()

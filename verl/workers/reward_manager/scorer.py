@@ -35,13 +35,13 @@ from verl.utils.reward_score.calls import (
     TIMEOUT,
     ScoreFields,
     call_error,
+    call_loaded_function,
     last_lines,
-    load,
-    score_awaited,
-    score_lists,
-    score_loaded,
+    load_function,
+    score_batch,
     score_row,
-    score_together,
+    score_row_async,
+    score_rows_concurrently,
 )
 from verl.workers.reward_manager.event_loops import EventLoops, ScoreCall
 
@@ -110,17 +110,17 @@ class ScorerPool:
         self._arguments = compute_score, processes, timeout, memory_limit, takes_lists, batch_size
         self._compute, self._timeout = compute_score, timeout
         self._takes_lists, self._batch_size = takes_lists, batch_size
-        self._score_here = functools.partial(score_lists if takes_lists else score_row, compute_score)
+        self._score_here = functools.partial(score_batch if takes_lists else score_row, compute_score)
         self._pool = self._loops = None
         self._is_async = is_async(compute_score) and not takes_lists
         if processes:
             registered = registry.user_functions() if compute_score is registry.default_compute_score else {}
-            initializer = functools.partial(load, self._score_here, registered)
+            initializer = functools.partial(load_function, self._score_here, registered)
             with self._explained_errors():
                 portable_pickle(initializer)  # raises now, not at the first sample
             self._pool = ProcessPool(processes, initializer=initializer, memory_limit=memory_limit)
         if processes and self._is_async:
-            initializer = functools.partial(load, functools.partial(score_awaited, compute_score), {})
+            initializer = functools.partial(load_function, functools.partial(score_row_async, compute_score), {})
             pool = ProcessPool(processes, initializer=initializer, memory_limit=memory_limit)
             self._loops = EventLoops(pool, processes, timeout, self._run_isolated)
 
@@ -188,7 +188,7 @@ class ScorerPool:
                 return gather_results(functools.partial(self._enqueue, calls), len(calls), samples)
         expect(sum(samples))
         if self._is_async:
-            results = score_together(self._compute, calls)
+            results = score_rows_concurrently(self._compute, calls)
             tick(len(calls))
             return results
         results = []
@@ -202,12 +202,12 @@ class ScorerPool:
         if self._loops is not None:
             self._loops.enqueue(calls, done)
         else:
-            self._pool.enqueue(score_loaded, [(argument,) for argument in calls], done, self._timeout)
+            self._pool.enqueue(call_loaded_function, [(argument,) for argument in calls], done, self._timeout)
 
     def _run_isolated(self, call: ScoreCall) -> None:
         """Execute a call of an async function in a process without other calls."""
         assert self._pool is not None
-        self._pool.enqueue(score_loaded, [(call.row,)], lambda _, *result: call.finish(*result), self._timeout)
+        self._pool.enqueue(call_loaded_function, [(call.row,)], lambda _, *result: call.finish(*result), self._timeout)
 
     def _score_in_process(self, argument: Any) -> Any:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from verl.utils.reward_score import default_compute_score, score_function
-from verl.utils.reward_score.calls import responses_with_all_answers, try_ground_truth
+from verl.utils.reward_score.calls import check_ground_truth, responses_with_all_answers
 
 DATA = Path(__file__).parents[5] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data (see its README for the sources)")
@@ -53,7 +53,7 @@ FILES = ["gsm8k", "train_math", "math500", "aime24", "dapo", "hotpot"]
 def test_every_ground_truth_scores_one_against_itself(name):
     source, answers = truths(name)
     assert len(answers) >= 20
-    wrong = {str(truth): trial.problem for truth in answers if (trial := try_ground_truth(source, truth)).problem}
+    wrong = {str(truth): check.problem for truth in answers if (check := check_ground_truth(source, truth)).problem}
     assert not wrong
 
 

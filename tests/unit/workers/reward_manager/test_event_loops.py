@@ -48,8 +48,8 @@ async def score(solution_str, ground_truth, extra_info):
 def load_unless(marker):
     if os.path.exists(marker):
         raise OSError("the model's files are gone")
-    from verl.utils.reward_score.calls import load, score_awaited
-    load(functools.partial(score_awaited, score), {})
+    from verl.utils.reward_score.calls import load_function, score_row_async
+    load_function(functools.partial(score_row_async, score), {})
 """
 
 

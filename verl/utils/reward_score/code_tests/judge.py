@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from verl.utils.reward_score.code_tests.candidate import FORWARDED, STANDARD_MODULES
 from verl.utils.reward_score.code_tests.channel import Channel, ChannelClosed, ProtocolError
-from verl.utils.reward_score.code_tests.proxies import Mirror, Proxy, forward_method
+from verl.utils.reward_score.code_tests.proxies import Proxy, ProxyClass, forward_method
 from verl.utils.reward_score.code_tests.values import Decoder, Encoded, Encoder, ValueRefused, changed
 
 _IDENTIFIER = re.compile(r"[^\W\d]\w{0,63}")
@@ -46,7 +46,7 @@ class JudgeSession:
         self._abort = abort
         self._received = False  # a result, or an argument, of the candidate
         self._refuse_empty = False
-        self._mirrors: dict[int, Any] = {}
+        self._proxy_classes: dict[int, Any] = {}
         self._proxies: dict[int, Any] = {}
         self._generators: dict[int, tuple[Iterator[Any], int]] = {}
         self._exports: list[Any] = []
@@ -75,10 +75,10 @@ class JudgeSession:
         loaded = {name: value for name, value in zip(names, values, strict=True) if value is not _MISSING}
         for name in class_instances:
             value = loaded.get(name)
-            if isinstance(value, Mirror):
-                type.__setattr__(value, "_proxy_constructs", True)
+            if isinstance(value, ProxyClass):
+                type.__setattr__(value, "_proxy_returns_instances", True)
             elif isinstance(value, Proxy):
-                object.__setattr__(value, "_proxy_constructs", True)
+                object.__setattr__(value, "_proxy_returns_instances", True)
                 object.__setattr__(value, "_proxy_is_instance", True)
         self._refuse_empty = refuse_empty
         return loaded
@@ -117,9 +117,9 @@ class JudgeSession:
             object.__setattr__(value, "_proxy_is_instance", True)
         return value
 
-    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], constructs: bool) -> Any:
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], returns_instances: bool) -> Any:
         """Call a function or a class of the candidate."""
-        return self.request("call", target, list(args), kwargs, constructs, instance=constructs)
+        return self.request("call", target, list(args), kwargs, returns_instances, instance=returns_instances)
 
     def _raise(self, error: Any, may_stop: bool) -> NoReturn:
         """Raise what the candidate raised, unless it would end the test or a loop of it."""
@@ -192,7 +192,7 @@ class JudgeSession:
     def _export(self, encoder: Encoder, value: Any) -> Any:
         if isinstance(value, Proxy):
             return ["object", object.__getattribute__(value, "_proxy_number")]
-        if isinstance(value, Mirror):
+        if isinstance(value, ProxyClass):
             return ["class", type.__getattribute__(value, "_proxy_number")]
         if id(value) in self._generators:
             return ["object", self._generators[id(value)][1]]
@@ -228,14 +228,14 @@ class JudgeSession:
         if not all(type(number) is int and number >= 0 for number in parts):
             raise ProtocolError("not a reference")
         if tag == "class" and len(parts) == 1:
-            return self._mirror(parts[0])
+            return self._proxy_class(parts[0])
         if tag == "object" and len(parts) == 2:
             number, kind = parts
             if number not in self._proxies:
-                mirror = self._mirror(kind)
-                if not issubclass(mirror, Proxy):
+                proxy_class = self._proxy_class(kind)
+                if not issubclass(proxy_class, Proxy):
                     raise ProtocolError("an exception is not an object")
-                self._proxies[number] = mirror.__new__(mirror)
+                self._proxies[number] = proxy_class.__new__(proxy_class)
                 object.__setattr__(self._proxies[number], "_proxy_number", number)
             return self._proxies[number]
         if tag == "generator" and len(parts) == 1:
@@ -246,27 +246,27 @@ class JudgeSession:
             return self._exports[parts[0]]
         raise ProtocolError("not a value")
 
-    def _mirror(self, number: int) -> Any:
+    def _proxy_class(self, number: int) -> Any:
         """A class of this process that stands for a class of the candidate."""
-        if number not in self._mirrors:
-            self._mirrors[number] = None  # a class that is its own base ends here
+        if number not in self._proxy_classes:
+            self._proxy_classes[number] = None  # a class that is its own base ends here
             name, module, bases, special = self.request("describe", Encoded(["class", number]))
             if type(name) is not str or not _IDENTIFIER.fullmatch(name) or type(module) is not str:
                 raise ProtocolError("not a class")
             content: dict[str, Any] = {"_proxy_number": number, "_proxy_judge": self, "__module__": module}
-            content["_proxy_constructs"] = False
+            content["_proxy_returns_instances"] = False
             errors = tuple(base for base in bases if isinstance(base, type) and issubclass(base, BaseException))
             if errors:
                 content["__str__"] = lambda error: getattr(error, "_proxy_text", "")
             else:
                 content |= {method: forward_method(method) for method in FORWARDED if method in special}
-            parents: tuple[type, ...] = tuple(base for base in bases if isinstance(base, Mirror)) or (Proxy,)
+            parents: tuple[type, ...] = tuple(base for base in bases if isinstance(base, ProxyClass)) or (Proxy,)
             parents = errors or parents
-            self._mirrors[number] = Mirror(name, parents, content)
-        mirror = self._mirrors[number]
-        if mirror is None:
+            self._proxy_classes[number] = ProxyClass(name, parents, content)
+        proxy_class = self._proxy_classes[number]
+        if proxy_class is None:
             raise ProtocolError("a class cannot be its own base")
-        return mirror
+        return proxy_class
 
     def _exception(self, decoder: Decoder, kind: Any, args: Any, attributes: Any, text: Any) -> BaseException:
         cls = decoder.decode(kind)
@@ -280,7 +280,7 @@ class JudgeSession:
         for name, value in state.items():
             if type(name) is str and _IDENTIFIER.fullmatch(name):
                 BaseException.__setattr__(error, name, value)
-        if isinstance(cls, Mirror):
+        if isinstance(cls, ProxyClass):
             error._proxy_text = text  # type: ignore[attr-defined]
         return error
 

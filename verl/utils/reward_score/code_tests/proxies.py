@@ -1,7 +1,8 @@
-"""Proxies in the judge process: classes and objects of the candidate process, which a test uses by name.
+"""Proxies in the judge process, which runs a test, for classes and objects of the candidate process, which runs the
+solution.
 
-A proxy never lets the candidate compare: it equals only itself, and offers nothing that a plain value has unless the
-test uses it as an object. Standard library only: this file also runs inside the sandbox.
+The candidate's code never decides a comparison: a proxy equals only itself. Unless the test uses it as an object, it
+has none of the attributes of plain values. Standard library only: this file also runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from verl.utils.reward_score.code_tests.values import Encoded
 
+# Methods of numpy arrays and pandas objects that tests call on results.
 ARRAY_METHODS = [
     "all",
     "any",
@@ -39,27 +41,28 @@ _PLAIN_METHODS = frozenset(
     for name in dir(kind)
     if not name.startswith("__")
 ) | set(ARRAY_METHODS)
+# Attributes with two underscores that are requested from the candidate.
 _VISIBLE = ("__name__", "__qualname__", "__doc__", "__module__", "__dict__", "__annotations__", "__wrapped__")
 
 
-class Mirror(type):
-    """The class of proxies to objects of one class of the candidate.
+class ProxyClass(type):
+    """Metaclass: each instance is the class of the proxies for one class of the candidate.
 
-    `_proxy_constructs`: the test uses it as a class.
+    `_proxy_returns_instances`: the test uses it as a class, so that a call returns an object with methods.
     """
 
     _proxy_number: int
     _proxy_judge: Any  # a JudgeSession
-    _proxy_constructs: bool
+    _proxy_returns_instances: bool
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        constructs = cls.__dict__["_proxy_constructs"]
-        return cls._proxy_judge.call(cls, args, kwargs, constructs)
+        returns_instances = cls.__dict__["_proxy_returns_instances"]
+        return cls._proxy_judge.call(cls, args, kwargs, returns_instances)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name not in _VISIBLE:
             raise AttributeError(name)
-        if name in _PLAIN_METHODS and not cls.__dict__["_proxy_constructs"]:
+        if name in _PLAIN_METHODS and not cls.__dict__["_proxy_returns_instances"]:
             raise AttributeError(name)
         return cls._proxy_judge.request("get", cls, name)
 
@@ -67,19 +70,19 @@ class Mirror(type):
         cls._proxy_judge.request("set", cls, name, value)
 
     def __iter__(cls) -> Any:
-        return cls._special("__iter__")
+        return cls._call_special("__iter__")
 
     def __len__(cls) -> int:
-        return int(cls._special("__len__"))
+        return int(cls._call_special("__len__"))
 
     def __bool__(cls) -> bool:
         return True
 
     def __getitem__(cls, key: Any) -> Any:
-        return cls._special("__getitem__", key)
+        return cls._call_special("__getitem__", key)
 
-    def _special(cls, method: str, *args: Any) -> Any:
-        if not cls.__dict__["_proxy_constructs"]:
+    def _call_special(cls, method: str, *args: Any) -> Any:
+        if not cls.__dict__["_proxy_returns_instances"]:
             raise TypeError(f"{cls.__name__} has no {method}")
         return cls._proxy_judge.request("special", cls, method, list(args))
 
@@ -88,12 +91,12 @@ class Proxy:
     """An object of the candidate. It equals itself only.
 
     `_proxy_is_instance`: the test uses it as an object of a class, so it has methods and conversions. Others have
-    nothing that a plain value has: they can be called, iterated over once, passed back, and have other attributes.
+    nothing that a plain value has: they can be called, iterated over and passed back, and have other attributes.
     """
 
     _proxy_number: int
     _proxy_judge: Any  # a JudgeSession
-    _proxy_constructs = False
+    _proxy_returns_instances = False
     _proxy_is_instance = False
     _proxy_items: Any = None
     _proxy_truth: Any = None
@@ -115,25 +118,26 @@ class Proxy:
         self._proxy_judge.request("delete", self, name)
 
     def __bool__(self) -> bool:
+        # An object that the test does not use as an instance must not change its truth value between two uses.
         if self._proxy_truth is None or self._proxy_is_instance:
             object.__setattr__(self, "_proxy_truth", self._proxy_judge.request("truth", self) is True)
         return bool(self._proxy_truth)
 
 
 def forward_method(method: str) -> Callable[..., Any]:
-    """A special method of a proxy that calls the one of the candidate's object."""
+    """Return a special method for proxies that calls the method of this name of the candidate's object."""
 
     def call(self: Proxy, *args: Any, **kwargs: Any) -> Any:
         if method == "__call__":
             fields = object.__getattribute__(self, "__dict__")
-            constructs = fields.get("_proxy_constructs", False)
-            return type(self)._proxy_judge.call(Encoded(["object", fields["_proxy_number"]]), args, kwargs, constructs)
+            target = Encoded(["object", fields["_proxy_number"]])
+            return type(self)._proxy_judge.call(target, args, kwargs, fields.get("_proxy_returns_instances", False))
         judge, instance = self._proxy_judge, self._proxy_is_instance
         if method == "__next__":
             return judge.request("special", self, method, [], may_stop=True)
         if not instance:
             if method == "__iter__":
-                return _same_items(self)
+                return _repeatable_items(self)
             if method in ("__str__", "__repr__"):
                 return object.__repr__(self)
             raise TypeError(f"{type(self).__name__!r} object has no {method}")
@@ -143,13 +147,13 @@ def forward_method(method: str) -> Callable[..., Any]:
     return call
 
 
-def _same_items(proxy: Proxy) -> Iterator[Any]:
-    """An iterator over the items of an object, which are the same every time."""
+def _repeatable_items(proxy: Proxy) -> Iterator[Any]:
+    """Return an iterator over the items of an object. They are requested once, so that every iteration is equal."""
     items = proxy._proxy_items
     if items is None:
         items = proxy._proxy_judge.request("special", proxy, "__iter__", [])
         if items is proxy:
             return proxy  # it is an iterator itself
-    ours, later = itertools.tee(items)
-    object.__setattr__(proxy, "_proxy_items", later)
-    return ours
+    iterator, unconsumed = itertools.tee(items)
+    object.__setattr__(proxy, "_proxy_items", unconsumed)
+    return iterator
