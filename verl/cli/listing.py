@@ -87,7 +87,7 @@ def _sections() -> dict[str, tuple[Section, ...]]:
             of("rollout engines", f"{rollout}.name", names.ROLLOUTS),
             Section("training engines", f"{actor}.strategy", _training_engines),
         ),
-        "trackers": (of("trackers", "trainer.logger", names.LOGGERS, of_object=True),),
+        "trackers": (of("trackers", "trainer.logger", names.TRACKERS, of_object=True),),
     }
 
 

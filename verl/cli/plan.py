@@ -68,7 +68,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text}")
     return int(text)
 
 
@@ -121,12 +121,12 @@ def _overrides(options: argparse.Namespace, tree: Any, device: str) -> list[str]
     """Return the overrides of the run, before them what a plan does not need, and after them the hardware."""
     from omegaconf import OmegaConf
 
-    from verl.config.devices import visible_gpus
+    from verl.config.devices import visible_gpu_count
 
     defaults = {
         "data.train_files": "train.parquet",  # not read
         "trainer.device": device,
-        "trainer.n_gpus_per_node": visible_gpus() or 1,
+        "trainer.n_gpus_per_node": visible_gpu_count() or 1,
     }
     in_tree = [key for key in defaults if tree is not None and OmegaConf.select(tree, key) not in (None, "auto", [])]
     first = [f"{key}={value}" for key, value in defaults.items() if key not in in_tree]

@@ -16,11 +16,11 @@ from verl.config.schema import Block, Entry, Key, alias_table, entries, join, wa
 B = TypeVar("B", bound=Block)
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
 class InvalidValue(Exception):
-    """The value does not have the type or range of its key: cause and remedy."""
+    """A value does not have the type or range of its key. `why` is the cause, `fix` the remedy."""
 
     def __init__(self, why: str, fix: str) -> None:
         super().__init__(why, fix)
@@ -37,6 +37,7 @@ class Converter:
         self._defaults = defaults
 
     def convert(self, values: Any) -> Block:
+        """Return the root block; problems are added to `report`."""
         return self._block(self._root, values, self._defaults, "")
 
     def _block(self, cls: type[B], values: Any, defaults: Mapping[str, Any], path: str) -> B:
@@ -80,8 +81,9 @@ class Converter:
             self.report.invalid(path, value, error.why, error.fix)
             return parse_value(entry, default, self.extended)
 
-    def _is_old_key(self, path: str, value: Any) -> bool:
-        """Whether the key is obsolete (logged) or has a fixed value (other values are reported)."""
+    def _handle_old_key(self, path: str, value: Any) -> bool:
+        """Return whether the key is one of an earlier version. If its value is now fixed, report other values; if it is
+        obsolete, add a notice."""
         if path in FIXED:
             fixed = FIXED[path]
             if value not in (fixed.value, str(fixed.value), None):
@@ -95,11 +97,11 @@ class Converter:
     def _unknown(self, cls: type[Block], block: str, name: str, value: Any) -> None:
         """Report an unknown key; for an abbreviated block (`actor.lr=…`), each key below it with the full key."""
         path = join(block, name)
-        if self._is_old_key(path, value):
+        if self._handle_old_key(path, value):
             return
         unknown: dict[str, Any] = {}
         for leaf, item in leaves(value, path):
-            if leaf != path and self._is_old_key(leaf, item):
+            if leaf != path and self._handle_old_key(leaf, item):
                 continue
             full_keys = [] if block else keys_ending_in(self._root, leaf)
             if full_keys:
@@ -143,7 +145,7 @@ def keys_ending_in(root: type[Block], short: str) -> list[str]:
 
 
 def _alternatives(keys: list[str]) -> str:
-    """Format as `a`, `a or b`, `a, b or c`."""
+    """Format keys as `a`, `a or b` or `a, b or c`."""
     return " or ".join(filter(None, (", ".join(keys[:-1]), keys[-1])))
 
 
@@ -167,8 +169,9 @@ def nearest_key(root: type[Block], path: str, block: str, cls: type[Block]) -> s
     return max(similar, key=lambda other: _similarity(other, path), default=None)
 
 
-def _similarity(one: str, other: str) -> float:
-    return difflib.SequenceMatcher(None, one, other).ratio()
+def _similarity(first: str, second: str) -> float:
+    """Return a number from 0 (nothing in common) to 1 (equal)."""
+    return difflib.SequenceMatcher(None, first, second).ratio()
 
 
 def parse_value(entry: Entry, value: Any, extended: bool = False) -> Any:
@@ -196,6 +199,7 @@ def expand(path: str) -> str:
 
 
 def _to_type(target: Any, value: Any, entry: Entry) -> Any:
+    """Convert `value` to `target`, the type of the key or of its items; raise InvalidValue."""
     origin = typing.get_origin(target)
     if origin is list:
         return _list(typing.get_args(target)[0], value, entry)
@@ -210,7 +214,7 @@ def _to_type(target: Any, value: Any, entry: Entry) -> Any:
 
 
 def _scalar(target: type, value: Any) -> Any:
-    """Convert to int, float, bool or str; None if impossible. Numbers and booleans may be text."""
+    """Convert to int, float, bool or str; None if impossible. Numbers and booleans may be strings."""
     if target is bool:
         if isinstance(value, str):
             return _BOOLEANS.get(value.strip().lower())
@@ -228,6 +232,7 @@ def _scalar(target: type, value: Any) -> Any:
 
 
 def _number(value: str | int | float) -> int | float | None:
+    """Parse a string as int or else as float, None if it is neither; numbers stay unchanged."""
     for kind in (int, float) if isinstance(value, str) else ():
         try:
             return kind(value)
@@ -237,7 +242,7 @@ def _number(value: str | int | float) -> int | float | None:
 
 
 def _list(item_type: Any, value: Any, entry: Entry) -> list[Any]:
-    """Convert to a list: a single value is a list of one, "" is empty, text may contain a list."""
+    """Convert to a list. A single value becomes a list of one item, "" an empty list; a string may contain a list."""
     if value == "":
         return []
     if isinstance(value, str) and value.strip().startswith("["):
@@ -248,6 +253,7 @@ def _list(item_type: Any, value: Any, entry: Entry) -> list[Any]:
 
 
 def _parse_list(text: str) -> Any:
+    """Parse a string that contains a list in JSON or YAML."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -272,6 +278,7 @@ def _dict(item_type: Any, value: Any, entry: Entry) -> dict[str, Any]:
 
 
 def _resolve_synonym(key: Key, value: Any) -> Any:
+    """Return the value that `value` is a synonym of, or `value` itself."""
     # True == 1 in Python: the type must match as well.
     synonyms = key.synonyms.items()
     return next((target for name, target in synonyms if name == value and type(name) is type(value)), value)

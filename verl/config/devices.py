@@ -1,4 +1,4 @@
-"""GPUs and host memory of this machine, without torch: GPUs are queried by NVML, a library of the NVIDIA driver."""
+"""GPUs and host memory of this machine, read without torch: NVML, a library of the NVIDIA driver, reports the GPUs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 
-def visible_gpus() -> int:
-    """Return the number of GPUs, limited by CUDA_VISIBLE_DEVICES."""
-    # Device files show the GPUs of a container; without them, the driver lists those of the machine.
+def visible_gpu_count() -> int:
+    """Return the number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES permits."""
+    # A container has device files of its own GPUs only; without device files, the driver lists all of the machine.
     present = len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     if Path("/dev/dxg").exists():  # WSL has no device files
         present = max(present, 1)
@@ -32,16 +32,17 @@ def visible_gpus() -> int:
 
 
 def has_no_gpu() -> bool:
-    """Return whether torch's device type cuda is certainly unavailable: no NVIDIA (also Jetson, WSL) or AMD GPU."""
+    """Return whether torch's device type cuda is certainly unavailable: all GPUs are hidden, or there is neither an
+    NVIDIA (also Jetson, WSL) nor an AMD GPU."""
     device_files = ("/dev/kfd", "/dev/nvmap", "/dev/dxg")  # AMD, Jetson, WSL
     all_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "unset").strip() in ("", "-1")
-    return visible_gpus() == 0 and (all_hidden or not any(Path(file).exists() for file in device_files))
+    return visible_gpu_count() == 0 and (all_hidden or not any(Path(file).exists() for file in device_files))
 
 
 def gpu_memory() -> tuple[int, str] | None:
-    """Return (bytes, name) of the GPU with the least memory; None if it is not known.
+    """Return (bytes, name) of the GPU with the least memory; None if no memory is known.
 
-    All GPUs of the machine count, also those that CUDA_VISIBLE_DEVICES hides.
+    GPUs that CUDA_VISIBLE_DEVICES hides are included: NVML ignores this variable.
     """
     if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # NVML would report the whole GPU, not the slice
         return None
@@ -69,16 +70,16 @@ class DeviceUsage:
 
 
 def device_usage(uuid: str) -> DeviceUsage | None:
-    """Return the use of the GPU with this UUID (`GPU-…`); None if NVML is not available or does not know it."""
+    """Return the current use of the GPU with this UUID (`GPU-…`); None if NVML is not available or does not know it."""
     library, handle = _nvml(), ctypes.c_void_p()
     if library is None or library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
         return None
-    memory = _read(library.nvmlDeviceGetMemoryInfo, handle, _Memory())
-    rates = _read(library.nvmlDeviceGetUtilizationRates, handle, _Utilization())
-    milliwatts = _read(library.nvmlDeviceGetPowerUsage, handle, ctypes.c_uint())
+    memory = _query(library.nvmlDeviceGetMemoryInfo, handle, _Memory())
+    rates = _query(library.nvmlDeviceGetUtilizationRates, handle, _Utilization())
+    milliwatts = _query(library.nvmlDeviceGetPowerUsage, handle, ctypes.c_uint())
     return DeviceUsage(
         uuid=uuid,
-        name=_name(library, handle),
+        name=_device_name(library, handle),
         memory_used=None if memory is None else int(memory.used),
         memory_total=None if memory is None else int(memory.total),
         utilization=None if rates is None else rates.gpu / 100,
@@ -117,11 +118,11 @@ class MemoryState:
     oom_kills: int | None
     """Number of processes in this process's cgroup that the kernel's OOM killer has killed so far; None: unknown."""
     host_oom_kills: int | None = None
-    """The same for the whole machine: Ray may run in another cgroup."""
+    """Like `oom_kills`, for the whole machine: Ray may run in another cgroup."""
 
 
 def memory_state() -> MemoryState:
-    """Read the state of this machine now."""
+    """Read the current state of this machine."""
     return MemoryState(
         host_memory_available(), host_memory_total(), oom_kills(cgroup_counters()), oom_kills([Path("/proc/vmstat")])
     )
@@ -139,7 +140,8 @@ def oom_kills(files: Sequence[Path]) -> int | None:
 
 
 def cgroup_counters() -> list[Path]:
-    """Return files that may have the OOM kill counter of this process's memory cgroup (version 2 or 1), best first."""
+    """Return files that may have the OOM kill counter of this process's memory cgroup (version 2 or 1), the most
+    specific first."""
     memberships, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
     files = []
     for line in memberships.read_text().splitlines() if memberships.exists() else ():
@@ -166,7 +168,7 @@ class _Utilization(ctypes.Structure):
 
 @functools.cache
 def _nvml() -> Any:
-    """Return the library NVML, initialized once per process; None if it is not available."""
+    """Return NVML, loaded and initialized once per process; None if it is not available."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -174,12 +176,13 @@ def _nvml() -> Any:
     return None if library.nvmlInit_v2() else library
 
 
-def _read(function: Any, handle: ctypes.c_void_p, value: Any) -> Any:
+def _query(function: Any, handle: ctypes.c_void_p, value: Any) -> Any:
     """Call an NVML getter that writes to `value`, and return `value`; None if NVML reports an error."""
     return None if function(handle, ctypes.byref(value)) else value
 
 
-def _name(library: Any, handle: ctypes.c_void_p) -> str:
+def _device_name(library: Any, handle: ctypes.c_void_p) -> str:
+    """Return the name of a GPU; "" if NVML reports an error."""
     name = ctypes.create_string_buffer(96)
     library.nvmlDeviceGetName(handle, name, ctypes.c_uint(len(name)))
     return name.value.decode(errors="replace")
@@ -190,5 +193,5 @@ def _memory_and_name(library: Any, index: int) -> tuple[int, str] | None:
     handle = ctypes.c_void_p()
     if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)):
         return None
-    memory = _read(library.nvmlDeviceGetMemoryInfo, handle, _Memory())
-    return None if memory is None else (int(memory.total), _name(library, handle))
+    memory = _query(library.nvmlDeviceGetMemoryInfo, handle, _Memory())
+    return None if memory is None else (int(memory.total), _device_name(library, handle))

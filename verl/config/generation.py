@@ -9,7 +9,7 @@ from typing import Any
 from verl.config import files
 from verl.config.block_rules import check_engine, engine_rules, values_present
 from verl.config.context_length import LONGER_CONTEXT, context_limit_of_folder
-from verl.config.devices import visible_gpus
+from verl.config.devices import visible_gpu_count
 from verl.config.problems import Report
 from verl.config.resolve import empty_lists
 from verl.config.roles import CustomRewardFunctionConfig
@@ -94,7 +94,7 @@ def resolve_generation(config: GenerationConfig, report: Report) -> None:
     """Replace every null that stands for another value."""
     empty_lists(config)
     if config.trainer.device == "auto":
-        config.trainer.device = "cuda" if visible_gpus() else "cpu"
+        config.trainer.device = "cuda" if visible_gpu_count() else "cpu"
     rollout = config.rollout
     if rollout.dtype == "auto":
         rollout.dtype = "bfloat16" if config.trainer.device == "cuda" else "float32"

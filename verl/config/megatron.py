@@ -1,4 +1,5 @@
-"""Rules of the megatron engine: parallel sizes and ranks, unsupported keys, Core fields, divisibility of the model."""
+"""Rules of the megatron engine: parallel sizes and ranks, unsupported keys, fields of Megatron-Core's configurations,
+divisibility of the model."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from verl.config.schema import get_path, join
 _RANK_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
 MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
 _POLICY_MODEL = "actor_rollout_ref.model"
+# Fields of Core's configurations: keys of this engine, properties of the model, properties of the loss.
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
@@ -33,7 +35,7 @@ _LOSS_FIELDS = (
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_enable_expert_bias"),
     *("moe_expert_capacity_factor", "mtp_num_layers", "calculate_per_token_loss"),
 )
-# Fields of Core's configurations that users cannot override: (fields, cause, remedy).
+# Fields that users cannot override, by key of megatron_config: (fields, cause, remedy).
 _RESERVED: dict[str, tuple[tuple[tuple[str, ...], str, str], ...]] = {
     "override_transformer_config": (
         (_SIZES, "is a key of this engine", "Set {block}.{name}"),
@@ -80,7 +82,8 @@ _RESERVED_VALUES = {
 
 
 def roles_on_megatron(config: PPOConfig) -> list[str]:
-    """Return the roles on this engine, without a reference that has the same keys as the actor."""
+    """Return the roles on this engine. The reference is left out if its keys equal the actor's, so that problems are
+    reported once."""
     roles = [role for role in active_roles(config) if role in BLOCK_OF_ROLE]
     roles = [role for role in roles if get_path(config, BLOCK_OF_ROLE[role]).strategy == "megatron"]
     actor, ref = (get_path(config, BLOCK_OF_ROLE[role]).megatron_config for role in ("actor", "ref"))
@@ -92,24 +95,27 @@ def megatron_rules(config: PPOConfig, report: Report) -> None:
     for role in roles_on_megatron(config):
         path, model, layout = BLOCK_OF_ROLE[role], MODEL_OF_ROLE.get(role, _POLICY_MODEL), layout_of(config, role)
         lora = get_path(config, model).lora_rank if role in ("actor", "critic") else 0
-        block_rules(
+        megatron_block_rules(
             path, get_path(config, path), (f"{model}.lora_rank", lora), (layout.world_size, layout.pool), report
         )
 
 
-def block_rules(path: str, block: Any, lora: tuple[str, int], pool: tuple[int, str], report: Report) -> None:
-    """Report problems of the block at `path`. `lora`: key and value of the LoRA rank; `pool`: ranks and name."""
-    sizes, at = block.megatron_config, join(path, "megatron_config")
+def megatron_block_rules(path: str, block: Any, lora: tuple[str, int], pool: tuple[int, str], report: Report) -> None:
+    """Report problems of a role's configuration `block` at `path` that do not depend on the model.
+
+    `lora`: key and value of the LoRA rank. `pool`: number of ranks and name of the resource pool.
+    """
+    megatron, at = block.megatron_config, join(path, "megatron_config")
     _unsupported_keys(path, block, lora, report)
-    _expert_ranks(at, sizes, pool, report)
-    _pipeline(at, sizes, report)
-    _reserved_fields(at, sizes, report)
-    _recompute(at, sizes, report)
-    if sizes.use_dist_checkpointing and sizes.dist_checkpointing_path is None:
+    _expert_ranks(at, megatron, pool, report)
+    _pipeline(at, megatron, report)
+    _reserved_fields(at, megatron, report)
+    _recompute(at, megatron, report)
+    if megatron.use_dist_checkpointing and megatron.dist_checkpointing_path is None:
         why = f"{at}.use_dist_checkpointing = True loads the weights of a checkpoint"
         fix = "Set it to a …/global_step_N/actor, or leave use_dist_checkpointing out"
         report.problem(f"{at}.dist_checkpointing_path", None, why, fix)
-    if sizes.use_mbridge and not is_installed("megatron.bridge"):
+    if megatron.use_mbridge and not is_installed("megatron.bridge"):
         report.notice("megatron_config.use_mbridge: megatron-bridge is not installed; the built-in mapping is used.")
 
 
@@ -135,17 +141,17 @@ def _unsupported_keys(path: str, block: Any, lora: tuple[str, int], report: Repo
         report.problem(join(path, "optim.state_dtype"), block.optim.state_dtype, why, fix, (strategy,))
 
 
-def _expert_ranks(block: str, sizes: MegatronConfig, pool: tuple[int, str], report: Report) -> None:
+def _expert_ranks(block: str, megatron: MegatronConfig, pool: tuple[int, str], report: Report) -> None:
     """Report expert parallel sizes that do not divide the pool."""
-    (world, name), stages = pool, sizes.pipeline_model_parallel_size
-    expert, width = sizes.expert_model_parallel_size, sizes.expert_tensor_parallel_size or 1
+    (world, name), stages = pool, megatron.pipeline_model_parallel_size
+    expert, width = megatron.expert_model_parallel_size, megatron.expert_tensor_parallel_size or 1
     ranks = expert * width * stages
     # Otherwise experts are placed like other layers, whose ranks are checked elsewhere.
-    placed_separately = expert > 1 or width != sizes.tensor_model_parallel_size
+    placed_separately = expert > 1 or width != megatron.tensor_model_parallel_size
     if placed_separately and world % ranks:
         why = (
-            f"the experts of a copy take {ranks} ranks (expert {expert} × expert tensor {width} × pipeline {stages}),"
-            f" which does not divide the {world} ranks of {name}"
+            f"the experts of a model copy take {ranks} ranks (expert {expert} × expert tensor {width} ×"
+            f" pipeline {stages}), which does not divide the {world} ranks of {name}"
         )
         stage_ranks = world // stages if world % stages == 0 else 0
         valid_sizes = divisors(stage_ranks // width) if stage_ranks % width == 0 else []
@@ -158,34 +164,37 @@ def _expert_ranks(block: str, sizes: MegatronConfig, pool: tuple[int, str], repo
         report.problem(f"{block}.expert_model_parallel_size", expert, why, fix, (*_RANK_KEYS, *sizes_used))
 
 
-def _pipeline(block: str, sizes: MegatronConfig, report: Report) -> None:
-    parts, stages = sizes.virtual_pipeline_model_parallel_size or 1, sizes.pipeline_model_parallel_size
+def _pipeline(block: str, megatron: MegatronConfig, report: Report) -> None:
+    """Report virtual pipeline sizes without a pipeline, and invalid numbers of layers of the first and last stage."""
+    parts, stages = megatron.virtual_pipeline_model_parallel_size or 1, megatron.pipeline_model_parallel_size
     if parts > 1 and stages == 1:
         why = f"there is one stage ({block}.pipeline_model_parallel_size = 1)"
         fix = "Set it to 1, or increase the stages"
         report.problem(f"{block}.virtual_pipeline_model_parallel_size", parts, why, fix)
-    for name, layers in zip(UNEVEN, sizes.outer_stages(), strict=True):
+    for name, layers in zip(UNEVEN, megatron.outer_stages(), strict=True):
         if layers is not None and (not isinstance(layers, int) or layers < 1 or layers % parts):
             why = f"must be a number of layers, at least 1 and a multiple of the {parts} chunks of a stage"
             report.problem(f"{block}.override_transformer_config.{name}", layers, why, "Correct it or leave it out")
 
 
-def _reserved_fields(block: str, sizes: MegatronConfig, report: Report) -> None:
+def _reserved_fields(block: str, megatron: MegatronConfig, report: Report) -> None:
+    """Report overrides of fields that are not the user's choice."""
     for key, rows in _RESERVED.items():
-        for name, value in sizes[key].items():
+        for name, value in megatron[key].items():
             for names, why, fix in rows:
                 if name in names and not (name in _RESERVED_VALUES and value == _RESERVED_VALUES[name]):
                     fields = {"block": block, "name": name}
                     report.problem(f"{block}.{key}.{name}", value, why.format(**fields), fix.format(**fields))
 
 
-def _recompute(block: str, sizes: MegatronConfig, report: Report) -> None:
-    key, overrides = f"{block}.override_transformer_config", sizes.override_transformer_config
+def _recompute(block: str, megatron: MegatronConfig, report: Report) -> None:
+    """Report activation recomputation settings that contradict each other, and misspelt fields."""
+    key, overrides = f"{block}.override_transformer_config", megatron.override_transformer_config
     for name in overrides:
         near = difflib.get_close_matches(name, (*RECOMPUTE, *UNEVEN), n=1, cutoff=0.8)
         if name not in (*RECOMPUTE, *UNEVEN) and near:
             report.problem(f"{key}.{name}", overrides[name], "is not a field of Core", f"Did you mean {near[0]}?")
-    settings = sizes.recompute(checkpointing=True)
+    settings = megatron.recompute(checkpointing=True)
     granularity = settings.get("recompute_granularity")
     choices: dict[str, tuple[Any, ...]] = {
         "recompute_granularity": ("full", "selective", None),
@@ -210,8 +219,9 @@ def _recompute(block: str, sizes: MegatronConfig, report: Report) -> None:
         report.problem(f"{key}.recompute_modules", overrides["recompute_modules"], why, fix)
 
 
+# Names of the number of experts in config.json.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Fields of Core: embedding and loss count as a layer each.
+# Fields of Core with which the embedding or the loss counts as one layer when layers are split over stages.
 _COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
 
@@ -223,8 +233,10 @@ class ModelDimensions:
     heads: int
     kv_heads: int
     ffn: int
+    """Columns of the MLP."""
     experts: int = 0
     moe_ffn: int = 0
+    """Columns of the MLP of one expert."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelDimensions | None:
@@ -243,26 +255,35 @@ class ModelDimensions:
 def model_layout_rules(config: PPOConfig, report: Report, folders: Mapping[str, str] | None = None) -> None:
     """Report parallel sizes that do not divide the model of a role; `folders`: local folders of hub names and URLs."""
     for role in roles_on_megatron(config):
-        for shape in _models(config, role, folders or {}):
+        for dimensions in _model_dimensions(config, role, folders or {}):
             block = f"{BLOCK_OF_ROLE[role]}.megatron_config"
-            ParallelSizeCheck(block, get_path(config, block), shape, layout_of(config, role).world_size, report).check()
+            ParallelSizeCheck(
+                block, get_path(config, block), dimensions, layout_of(config, role).world_size, report
+            ).check()
     mode = get_path(config, ROUTER_REPLAY)
-    if mode != "disabled" and not all(shape.experts for shape in _models(config, "actor", folders or {})):
+    if mode != "disabled" and not all(
+        dimensions.experts for dimensions in _model_dimensions(config, "actor", folders or {})
+    ):
         report.problem(ROUTER_REPLAY, mode, "the model has no experts", "Leave it out")
 
 
-def _models(config: PPOConfig, role: str, folders: Mapping[str, str]) -> list[ModelDimensions]:
-    """Return the shapes of a role's models whose config.json is available locally."""
-    model = get_path(config, MODEL_OF_ROLE.get(role, "actor_rollout_ref.model"))
+def _model_dimensions(config: PPOConfig, role: str, folders: Mapping[str, str]) -> list[ModelDimensions]:
+    """Return the dimensions of a role's models whose config.json is available locally."""
+    model = get_path(config, MODEL_OF_ROLE.get(role, _POLICY_MODEL))
     names, changes = [config.reward_model.path if role == "reward_model" else model.path], model.override_config
     if role == "teacher":
         names, changes = [teacher.model_path for teacher in config.distillation.local_teachers.values()], {}
     configs = [read_model_config(folders.get(name, name), changes) for name in names if name]
-    return [shape for item in configs if item is not None and (shape := ModelDimensions.from_config(item)) is not None]
+    return [
+        dimensions
+        for item in configs
+        if item is not None and (dimensions := ModelDimensions.from_config(item)) is not None
+    ]
 
 
 def check_model_layouts(config: PPOConfig, folders: Mapping[str, str]) -> None:
-    """Raise ConfigError for sizes that do not divide the downloaded models in `folders`."""
+    """Raise ConfigError for sizes that do not divide a model, once it is downloaded. `folders`: see
+    `model_layout_rules`."""
     report = Report()
     model_layout_rules(config, report, folders)
     report.raise_if_any()
@@ -271,16 +292,17 @@ def check_model_layouts(config: PPOConfig, folders: Mapping[str, str]) -> None:
 def split_evenly(layers: int, stages: int, parts: int = 1) -> tuple[int, int] | None:
     """Return the layers of the first and last stage that make the other stages equal and the largest stage minimal.
 
-    None if there is no such split.
+    `parts`: number of interleaved chunks of a stage, which divides the layers of every stage. None: there is no such
+    split.
     """
-    between = stages - 2
+    middle_stages = stages - 2
     best: tuple[tuple[int, int, int], tuple[int, int]] | None = None
     for first in range(parts, layers, parts):
         for last in range(parts, layers - first + 1, parts):
             rest = layers - first - last
-            if (rest == 0) != (between == 0) or (between and rest % (between * parts)):
+            if (rest == 0) != (middle_stages == 0) or (middle_stages and rest % (middle_stages * parts)):
                 continue
-            largest = max(first, last, rest // between if between else 0)
+            largest = max(first, last, rest // middle_stages if middle_stages else 0)
             rank = (largest, abs(first - last), last)
             if best is None or rank < best[0]:
                 best = rank, (first, last)
@@ -292,19 +314,20 @@ class ParallelSizeCheck:
     """Checks that the parallel sizes of a role divide its model."""
 
     block: str
-    sizes: MegatronConfig
+    megatron: MegatronConfig
     model: ModelDimensions
     world: int
     report: Report
 
     def check(self) -> None:
-        self._tensor()
-        self._context()
-        self._layers()
-        self._experts()
+        """Add all problems to `report`."""
+        self._check_tensor_size()
+        self._check_context_size()
+        self._check_pipeline_size()
+        self._check_expert_sizes()
 
-    def _problem(self, key: str, value: Any, why: str, valid_sizes: list[int], fix: str = "") -> None:
-        """Report a size; `valid_sizes`: sizes that would work, `fix`: an alternative remedy."""
+    def _report_problem(self, key: str, value: Any, why: str, valid_sizes: list[int], fix: str = "") -> None:
+        """Report the invalid size `value`. `valid_sizes`: sizes that would work; `fix`: an alternative remedy."""
         near = f"Set it to {near_values(valid_sizes, value)}" if valid_sizes else ""
         fix = " or ".join(filter(None, (near, fix))) or "No size works with the other sizes: change them"
         self.report.problem(f"{self.block}.{key}", value, why, fix[0].upper() + fix[1:], _RANK_KEYS)
@@ -313,8 +336,8 @@ class ParallelSizeCheck:
         """Return the sizes that divide the pool together with `others` (a product of sizes) and satisfy `works`."""
         return [size for size in divisors(max(1, self.world // others)) if works(size)]
 
-    def _tensor(self) -> None:
-        model, size = self.model, self.sizes.tensor_model_parallel_size
+    def _check_tensor_size(self) -> None:
+        model, size = self.model, self.megatron.tensor_model_parallel_size
 
         def uneven_parts(tp: int) -> list[str]:
             keys = 0 if tp % model.kv_heads == 0 else model.kv_heads  # ranks share key heads
@@ -323,57 +346,64 @@ class ParallelSizeCheck:
 
         uneven = uneven_parts(size)
         if uneven:
-            others = self.sizes.pipeline_model_parallel_size * self.sizes.context_parallel_size
+            others = self.megatron.pipeline_model_parallel_size * self.megatron.context_parallel_size
             valid_sizes = self._sizes_that_fit(others, lambda tp: not uneven_parts(tp))
             why = f"does not divide the model's {' and '.join(uneven)}"
-            self._problem("tensor_model_parallel_size", size, why, valid_sizes)
+            self._report_problem("tensor_model_parallel_size", size, why, valid_sizes)
 
-    def _context(self) -> None:
-        tensor, size = self.sizes.tensor_model_parallel_size, self.sizes.context_parallel_size
+    def _check_context_size(self) -> None:
+        tensor, size = self.megatron.tensor_model_parallel_size, self.megatron.context_parallel_size
         if self.model.heads % tensor or (self.model.heads // tensor) % size == 0:
             return
         heads = self.model.heads // tensor
-        valid_sizes = self._sizes_that_fit(tensor * self.sizes.pipeline_model_parallel_size, lambda cp: heads % cp == 0)
+        valid_sizes = self._sizes_that_fit(
+            tensor * self.megatron.pipeline_model_parallel_size, lambda cp: heads % cp == 0
+        )
         why = f"does not divide the {heads} attention heads of a tensor rank"
-        self._problem("context_parallel_size", size, why, valid_sizes)
+        self._report_problem("context_parallel_size", size, why, valid_sizes)
 
-    def _layers(self) -> None:
-        layers, stages = self.model.layers, self.sizes.pipeline_model_parallel_size
-        parts = self.sizes.virtual_pipeline_model_parallel_size or 1
-        fixed = [number for number in self.sizes.outer_stages() if isinstance(number, int)]
-        ends = sum(bool(self.sizes.override_transformer_config.get(name)) for name in _COUNTED_AS_LAYERS)
-        remaining, others = layers + ends - sum(fixed), stages - len(fixed)
+    def _check_pipeline_size(self) -> None:
+        layers, stages = self.model.layers, self.megatron.pipeline_model_parallel_size
+        parts = self.megatron.virtual_pipeline_model_parallel_size or 1
+        fixed = [number for number in self.megatron.outer_stages() if isinstance(number, int)]
+        extra = sum(bool(self.megatron.override_transformer_config.get(name)) for name in _COUNTED_AS_LAYERS)
+        # Layers and stages without those that the user has placed on the first and last stage.
+        remaining, others = layers + extra - sum(fixed), stages - len(fixed)
         divides = others > 0 and remaining > 0 and remaining % (others * parts) == 0
         if stages == 1 or (remaining == 0 and others == 0) or divides:
             return
-        ranks_per_stage = self.sizes.tensor_model_parallel_size * self.sizes.context_parallel_size
+        ranks_per_stage = self.megatron.tensor_model_parallel_size * self.megatron.context_parallel_size
         valid_sizes = self._sizes_that_fit(ranks_per_stage, lambda pp: pp > 1 and layers % (pp * parts) == 0)
         split = split_evenly(layers, stages, parts)
-        overrides = "" if split is None else " and ".join(f"{n}={v}" for n, v in zip(UNEVEN, split, strict=True))
+        overrides = (
+            "" if split is None else " and ".join(f"{name}={size}" for name, size in zip(UNEVEN, split, strict=True))
+        )
         fix = overrides and f"set {self.block}.override_transformer_config: {overrides}"
         chunks = f" × {parts} interleaved chunks" if parts > 1 else ""
         placed = f" (of the model's {layers}, {' and '.join(map(str, fixed))} placed)" if fixed else ""
         why = f"{others} stages{chunks} do not divide {remaining} layers{placed}"
-        self._problem("pipeline_model_parallel_size", stages, why, valid_sizes, fix)
+        self._report_problem("pipeline_model_parallel_size", stages, why, valid_sizes, fix)
 
-    def _experts(self) -> None:
-        model, size = self.model, self.sizes.expert_model_parallel_size
-        width = self.sizes.expert_tensor_parallel_size or 1
+    def _check_expert_sizes(self) -> None:
+        model, size = self.model, self.megatron.expert_model_parallel_size
+        width = self.megatron.expert_tensor_parallel_size or 1
         if not model.experts:
             if size > 1:
-                self._problem("expert_model_parallel_size", size, "the model has no experts", [1])
+                self._report_problem("expert_model_parallel_size", size, "the model has no experts", [1])
             return
         if model.experts % size:
             valid_sizes = self._sizes_that_fit(
-                width * self.sizes.pipeline_model_parallel_size, lambda ep: model.experts % ep == 0
+                width * self.megatron.pipeline_model_parallel_size, lambda ep: model.experts % ep == 0
             )
-            self._problem("expert_model_parallel_size", size, f"does not divide {model.experts} experts", valid_sizes)
+            self._report_problem(
+                "expert_model_parallel_size", size, f"does not divide {model.experts} experts", valid_sizes
+            )
         if model.moe_ffn % width:
             valid_sizes = self._sizes_that_fit(
-                size * self.sizes.pipeline_model_parallel_size, lambda etp: model.moe_ffn % etp == 0
+                size * self.megatron.pipeline_model_parallel_size, lambda etp: model.moe_ffn % etp == 0
             )
             why = f"does not divide the {model.moe_ffn} columns of an expert"
-            self._problem("expert_tensor_parallel_size", width, why, valid_sizes)
-        if self.sizes.tensor_model_parallel_size > 1 and not self.sizes.sequence_parallel:
+            self._report_problem("expert_tensor_parallel_size", width, why, valid_sizes)
+        if self.megatron.tensor_model_parallel_size > 1 and not self.megatron.sequence_parallel:
             why = "a model with experts requires it with tensor parallelism"
             self.report.problem(f"{self.block}.sequence_parallel", False, why, "Leave it out")

@@ -1,7 +1,7 @@
-"""Names of estimators, losses, engines and other choices that the configuration accepts, with their traits.
+"""Names of estimators, losses, engines and other choices that the configuration accepts, with their properties.
 
 An extension (estimator, policy loss, reward manager, tracker, agent loop, rollout engine) is one file. A decorator
-declares its name and traits:
+declares its name and its *traits*, the properties that the configuration needs to know:
 
     @register_adv_est("grpo", uses_groups=True, reads=("norm_adv_by_std_in_grpo",))
     def compute_grpo_outcome_advantage(...): ...
@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-_VERL = Path(__file__).parents[1]
+_PACKAGE_FOLDER = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class ExtensionTable(dict[str, T], Generic[T]):
         """Read the extensions that `decorator` declares in the files of `package` (relative to verl)."""
         self._decorator, self._traits = decorator, traits
         self._user_traits: dict[str, T] = {}
-        for file in sorted((_VERL / package.replace(".", "/")).rglob("*.py")):
-            module = ".".join(file.relative_to(_VERL.parent).with_suffix("").parts)
+        for file in sorted((_PACKAGE_FOLDER / package.replace(".", "/")).rglob("*.py")):
+            module = ".".join(file.relative_to(_PACKAGE_FOLDER.parent).with_suffix("").parts)
             self.update(self._read_declarations(file, module))
         _TABLES.append(self)
 
@@ -137,7 +137,8 @@ class EstimatorTraits(Traits):
     needs_critic: bool | None = False
     """It needs the values of a critic; None: unknown."""
     reads: tuple[str, ...] = ()
-    """Keys below `algorithm` that it reads; other estimators ignore them. With gamma, it discounts over tokens."""
+    """Keys below `algorithm` that have an effect only with estimators that list them. One that lists `gamma` discounts
+    over tokens."""
 
 
 ADV_ESTIMATORS = ExtensionTable("algos.advantage", "register_adv_est", EstimatorTraits)
@@ -145,7 +146,7 @@ _UNKNOWN_ESTIMATOR = EstimatorTraits("", needs_critic=None)
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """Return the traits of an estimator; one that declares none may use groups, values and every key."""
+    """Return the traits of an estimator; whether one that declares none needs a critic is unknown."""
     return ADV_ESTIMATORS.get_traits(name, _UNKNOWN_ESTIMATOR)
 
 
@@ -154,15 +155,17 @@ _DEFAULT_CLIP = (0.2, 0.2)
 
 @dataclass(frozen=True)
 class LossTraits(Traits):
-    """Traits of a policy loss (`register_policy_loss`): values of its paper, for keys that the user has not set."""
+    """Traits of a policy loss (`register_policy_loss`)."""
 
     paper: str = ""
     """arXiv number."""
     loss_agg_mode: str = "token-mean"
+    """Aggregation in the paper, the default of `loss_agg_mode`."""
     clip: tuple[float, float] | None = _DEFAULT_CLIP
-    """Distances of the clip bounds from a ratio of 1, below and above; None: the loss does not clip the ratio."""
+    """Distances of the clip bounds from a ratio of 1 in the paper, the defaults of `clip_ratio_low` and
+    `clip_ratio_high`. None: the loss does not clip the ratio."""
     reads: tuple[str, ...] = ()
-    """Keys below the actor that it reads; other losses ignore them."""
+    """Keys below the actor that have an effect only with the losses that list them."""
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -197,19 +200,20 @@ class TrackerTraits(Traits):
     """The Python package that it needs."""
 
 
-LOGGERS = ExtensionTable("utils.tracking", "register_tracker", TrackerTraits)
+TRACKERS = ExtensionTable("utils.tracking", "register_tracker", TrackerTraits)
 
 
 def tracker_package(name: str) -> str | None:
     """Return the Python package that a tracker needs; None: none, or unknown."""
-    return LOGGERS.get_traits(name, TrackerTraits("")).package
+    return TRACKERS.get_traits(name, TrackerTraits("")).package
 
 
 LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 KL_PENALTIES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-# A trailing "+" takes the value of the estimate and the unbiased gradient (straight-through); so does "kl" itself.
+# A trailing "+" combines the value of the estimate with the unbiased gradient (straight-through); "kl" is k1 with that
+# gradient (`verl.algos.kl`).
 KL_LOSS_TYPES = KL_PENALTIES + tuple(f"{name}+" for name in KL_PENALTIES)
-# KL per response token over the teacher's top-k tokens; all other tokens count as one.
+# KL per response token over the teacher's top-k tokens and one more outcome, which stands for all other tokens.
 TOP_K_KLS = ("reverse_kl_topk", "forward_kl_topk")
 
 
@@ -224,7 +228,7 @@ class TrainingEngine:
     import_path: str
     """`module:attribute` of its `TrainEngine`; imported when the engine is selected."""
     block: str
-    """The block with its keys in a role's configuration."""
+    """Name of the block in a role's configuration that has the engine's keys."""
     package: str = ""
     """The third-party package that it needs; "": none."""
     install: str = ""

@@ -1,6 +1,6 @@
-"""The batch plan: prompts -> samples -> ranks -> mini-batches -> micro-batches -> optimizer steps.
+"""The batch plan: how the prompts of a training step become samples, mini-batches and micro-batches on each rank.
 
-Validation uses the same numbers as the printed plan.
+The log shows the plan, and validation reports its problems, so that both use the same numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FSDP_IS_FSDP2 = "strategy fsdp is the same engine as fsdp2 (torch's fully_shard)
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """Batches of a trained role in one training step."""
+    """Batches of a role that is trained (actor, critic) in one training step."""
 
     role: str
     layout: Layout
@@ -49,6 +49,7 @@ class UpdatePlan:
     optimizer_steps: int  # per training step
 
     def render(self) -> str:
+        """Return one line for the log."""
         if self.token_budget is None:
             micro = f"{count(self.micro_batches or 0, 'micro-batch')} of {count(self.micro_batch_size or 0, 'sample')}"
         else:
@@ -63,16 +64,17 @@ class UpdatePlan:
 
 @dataclass(frozen=True)
 class InferPlan:
-    """Batches of a role without updates (reference, reward model, teachers) in one training step."""
+    """Batches of a role that only runs forward passes (reference, reward model, teachers) in one training step."""
 
     role: str
     layout: Layout
     samples_per_rank: int
     micro_batch_size: int | None  # samples per rank; None with a token budget
     token_budget: int | None  # tokens per rank and micro-batch; None with a fixed size
-    is_actor: bool  # LoRA: the actor without adapters
+    is_actor: bool  # the reference of a LoRA run is the actor without adapters
 
     def render(self) -> str:
+        """Return one line for the log."""
         if self.token_budget is None:
             size = self.micro_batch_size or 1
             micro = f"{count(math.ceil(self.samples_per_rank / size), 'micro-batch')} of {count(size, 'sample')}"
@@ -133,7 +135,7 @@ class BatchPlan:
 
 
 def batch_plan(config: PPOConfig) -> BatchPlan:
-    """Return the plan of a resolved configuration; never raises: `problems` contains the errors."""
+    """Return the plan of a resolved configuration. Errors do not raise: they are in `problems`."""
     problems: list[Problem] = []
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     samples = prompts * n
@@ -160,7 +162,7 @@ def batch_plan(config: PPOConfig) -> BatchPlan:
         else None,
         teacher=_infer_plan(config, "teacher") if config.distillation.local_teachers else None,
         strategies=tuple(
-            get_path(config, BLOCK_OF_ROLE[r]).strategy for r in active_roles(config) if r in BLOCK_OF_ROLE
+            get_path(config, BLOCK_OF_ROLE[role]).strategy for role in active_roles(config) if role in BLOCK_OF_ROLE
         ),
         problems=tuple(problems),
     )
@@ -180,10 +182,12 @@ def _loss_line(actor: ActorConfig) -> str:
 
 
 def _with_default(value: str, default: str) -> str:
+    """Return the value, and the default if it differs."""
     return value if value == default else f"{value} (default: {default})"
 
 
 def _distances(clip: tuple[float, float]) -> str:
+    """Format the distances of the clip bounds from a ratio of 1: `low/high`."""
     return f"{clip[0]:g}/{clip[1]:g}"
 
 
@@ -210,7 +214,7 @@ def _layout_problems(config: PPOConfig) -> list[Problem]:
 
 
 def _parallel_key(config: PPOConfig, role: str) -> tuple[str, int]:
-    """Return the key (and its value) that determines the ranks per copy of the role."""
+    """Return the key of a parallel size to name in a problem, and its value: of several sizes, the largest."""
     if role == "rollout":
         key = f"{ROLLOUT}.tensor_model_parallel_size"
     elif get_path(config, BLOCK_OF_ROLE[role]).strategy == "megatron":
@@ -224,6 +228,7 @@ def _parallel_key(config: PPOConfig, role: str) -> tuple[str, int]:
 
 
 def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> UpdatePlan:
+    """Return the plan of a trained role; its problems are added to `problems`."""
     block, layout = get_path(config, BLOCK_OF_ROLE[role]), layout_of(config, role)
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini_prompts = block.ppo_mini_batch_size
@@ -241,13 +246,14 @@ def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> Updat
         mini_batch_samples_per_rank=per_rank,
         micro_batch_size=None if dynamic else micro,
         micro_batches=None if dynamic else math.ceil(per_rank / micro),
-        # Budgets of a sequence-parallel group add up: the ranks share each sequence.
+        # Of one rank: a sequence-parallel group shares each sequence, so its budget is the sum of those of its ranks.
         token_budget=block.ppo_max_token_len_per_gpu if dynamic else None,
         epochs=block.ppo_epochs,
         optimizer_steps=block.ppo_epochs * max(1, prompts // mini_prompts),
     )
     # A critic that follows the actor has the same problem: report it once.
-    reported = any(p.key == f"{ACTOR}.ppo_mini_batch_size" and p.value == mini_prompts for p in problems)
+    actor_key = f"{ACTOR}.ppo_mini_batch_size"
+    reported = any(problem.key == actor_key and problem.value == mini_prompts for problem in problems)
     problems += [] if reported else _mini_batch_problems(config, plan)
     problems += _micro_batch_problems(config, plan)
     return plan
@@ -277,6 +283,7 @@ def _infer_plan(config: PPOConfig, role: str) -> InferPlan:
 
 
 def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
+    """Return problems of a mini-batch size that divides neither the prompts of a step nor over the ranks."""
     key = f"{BLOCK_OF_ROLE[plan.role]}.ppo_mini_batch_size"
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini, dp_size = plan.mini_batch_prompts, plan.layout.dp_size
@@ -309,6 +316,7 @@ def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
 
 
 def _micro_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
+    """Return the problem of a token budget below the longest sample, or of a micro-batch above the mini-batch."""
     block, per_rank = BLOCK_OF_ROLE[plan.role], plan.mini_batch_samples_per_rank
     mini, group_size = f"{block}.ppo_mini_batch_size", f"{ROLLOUT}.n"
     if plan.token_budget is not None:

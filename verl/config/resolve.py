@@ -8,7 +8,7 @@ from typing import Any
 from verl.config import names
 from verl.config.algorithm_rules import resolve_correction
 from verl.config.block_rules import sharing_exclusion
-from verl.config.devices import visible_gpus
+from verl.config.devices import visible_gpu_count
 from verl.config.layout import (
     ACTOR,
     BLOCK_OF_ROLE,
@@ -78,7 +78,7 @@ def resolve(config: PPOConfig, report: Report) -> None:
 
 def resolve_run(trainer: RunConfig) -> None:
     """Resolve the devices and the checkpoint folder."""
-    gpus = visible_gpus()
+    gpus = visible_gpu_count()
     if trainer.device == "auto":
         trainer.device = "cuda" if gpus else "cpu"
     if trainer.n_gpus_per_node is None:

@@ -19,17 +19,18 @@ class Key:
     """The declaration of one key. The default is in the YAML files, never here."""
 
     doc: str
-    # Meaning of null, for the docs. Without `null` and `follows`, null is an error.
-    null: str | None = None
+    # Null is an error unless the type includes None, or `null`, `follows` or `required` is set.
+    null: str | None = None  # the meaning of null, for the docs
     follows: str | None = None  # full path of the key or block whose value replaces null
-    required: str | None = None  # the key must be set; an example value for the error message
+    required: str | None = None  # the default is null and users must set the key: an example value for the error
     choices: tuple[str, ...] | None = None
     extendable: bool = False  # users can register further choices through external_libs
-    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # rejected value -> (why, fix)
+    # Values that are not supported but that users try: value -> (cause, remedy) for the error message.
+    refused: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     synonyms: Mapping[Any, Any] = field(default_factory=dict)  # accepted alternative -> value
-    min: float | None = None
+    min: float | None = None  # inclusive, like `max`
     max: float | None = None
-    above: float | None = None
+    above: float | None = None  # exclusive, like `below`
     below: float | None = None
     aliases: tuple[str, ...] = ()  # other names of the key, relative to its block; "../" is the parent block
     path: bool = False  # a path: expand "~" and environment variables
@@ -44,7 +45,8 @@ def key(doc: str, **rules: Any) -> Any:
 
 
 class Block:
-    """Base class of blocks: keys are attributes; `[]`, `.get`, `in` and iteration work as for a dict."""
+    """Base class of blocks, the sections of a configuration: keys are attributes; `[]`, `.get`, `in` and iteration work
+    as for a dict."""
 
     __slots__ = ()
 
@@ -120,14 +122,15 @@ def _cache_per_class(compute: Callable[[type[Block]], T]) -> Callable[[type[Bloc
 
 @dataclass(frozen=True)
 class Entry:
-    """A declared key and its type."""
+    """A field of a block class: the declaration of its key, and its type."""
 
     key: Key
     type: Any  # without "| None"
-    optional: bool
+    optional: bool  # whether the type includes None
 
     @property
     def block(self) -> type[Block] | None:
+        """For a nested block, its class."""
         return self.type if isinstance(self.type, type) and issubclass(self.type, Block) else None
 
     @property
@@ -182,10 +185,12 @@ def set_path(config: Block, path: str, value: Any) -> None:
 
 
 def join(prefix: str, name: str) -> str:
+    """Return a dotted path; `prefix` may be empty."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def _absolute(alias: str, block: str) -> str:
+    """Return the full path of an alias that is relative to `block`, as in `Key.aliases`."""
     while alias.startswith("../"):
         alias, block = alias[3:], block.rpartition(".")[0]
     return join(block, alias)
@@ -193,6 +198,7 @@ def _absolute(alias: str, block: str) -> str:
 
 @_cache_per_class
 def _local_aliases(cls: type[Block]) -> dict[str, str]:
+    """Return the aliases that are names in the same block: alias -> name of the key."""
     return {
         alias: name
         for name, entry in entries(cls).items()
@@ -202,6 +208,7 @@ def _local_aliases(cls: type[Block]) -> dict[str, str]:
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
+    """Return a type without `| None`, and whether it had one."""
     if typing.get_origin(hint) in (Union, types.UnionType):
         value_types = [part for part in typing.get_args(hint) if part is not type(None)]
         if len(value_types) != 1:

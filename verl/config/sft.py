@@ -10,7 +10,7 @@ from verl.config.block_rules import check_engine, engine_rules, is_installed
 from verl.config.context_length import context_limit_of_folder, read_model_config
 from verl.config.engine import MegatronConfig
 from verl.config.generation import EvalRewardConfig
-from verl.config.megatron import ModelDimensions, ParallelSizeCheck, block_rules
+from verl.config.megatron import ModelDimensions, ParallelSizeCheck, megatron_block_rules
 from verl.config.problems import Report, install_command
 from verl.config.roles import CustomRewardFunctionConfig
 from verl.config.rollout import GeneratorConfig
@@ -141,7 +141,7 @@ def _engine_rules(config: SFTConfig, report: Report) -> None:
         supervised.report_unused(config, (f"{_MEGATRON}.",), f"with strategy = {config.strategy}", report)
         return
     lora = ("model.lora_rank", config.model.lora_rank)
-    block_rules("", config, lora, (config.ranks, "the run"), report)
+    megatron_block_rules("", config, lora, (config.ranks, "the run"), report)
     ranks_per_copy = math.prod(config.split.values())
     if config.ranks % ranks_per_copy:
         split = " × ".join(f"{name} {size}" for name, size in config.split.items())

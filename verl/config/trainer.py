@@ -35,7 +35,7 @@ class RunConfig(Block):
     total_epochs: int = key("Passes over the training data.", min=1)
     total_training_steps: int | None = key("Training steps.", null="given by total_epochs", min=1, synonyms={-1: None})
     val_before_train: bool = key("Validate before the first step.")
-    logger: list[str] = key("Trackers for metrics: one name or a list.", choices=names.LOGGERS)
+    logger: list[str] = key("Trackers for metrics: one name or a list.", choices=names.TRACKERS)
     console: str = key(
         "Console output: one line per step, a status line and a summary; or all metrics (full).",
         choices=("line", "full"),
@@ -84,7 +84,7 @@ class RunConfig(Block):
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig(RunConfig):
-    logger: list[str] = key("Trackers for metrics: one name or a list.", choices=names.LOGGERS, extendable=True)
+    logger: list[str] = key("Trackers for metrics: one name or a list.", choices=names.TRACKERS, extendable=True)
     mode: str = key(
         "sync: generate, then train; one_step_off: train one batch behind generation; async: stream of responses.",
         choices=("sync", "one_step_off", "async"),

@@ -15,7 +15,7 @@ TABLES = {
     "rewards": names.REWARD_MANAGERS,
     "loops": names.AGENT_LOOPS,
     "engines": {**names.ROLLOUTS, **names.TRAINING_ENGINES},
-    "trackers": names.LOGGERS,
+    "trackers": names.TRACKERS,
 }
 
 

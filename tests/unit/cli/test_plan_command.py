@@ -169,7 +169,7 @@ def test_a_count_that_is_no_number_is_an_error(capsys):
     with pytest.raises(SystemExit) as exit_:
         main([f"{MODEL}=Qwen/Qwen2.5-0.5B", "--gpus", "x"])
     assert exit_.value.code == 2
-    assert "--gpus: must be a whole number of at least 1, not x" in capsys.readouterr().err
+    assert "--gpus: must be an integer of at least 1, not x" in capsys.readouterr().err
 
 
 def test_a_run_on_cpus_is_planned_for_this_machine(capsys, model):

@@ -173,7 +173,7 @@ def test_critic_mini_batch_is_the_actors_where_128_does_not_divide():
 
 
 def test_device_and_processes_without_a_gpu(monkeypatch):
-    monkeypatch.setattr("verl.config.resolve.visible_gpus", lambda: 0)
+    monkeypatch.setattr("verl.config.resolve.visible_gpu_count", lambda: 0)
     config = load_config(overrides=GIVEN, check_files=False)
     assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cpu", 1)
     assert config.actor_rollout_ref.rollout.dtype == "float32"
@@ -181,7 +181,7 @@ def test_device_and_processes_without_a_gpu(monkeypatch):
 
 
 def test_device_and_processes_with_eight_gpus(monkeypatch):
-    monkeypatch.setattr("verl.config.resolve.visible_gpus", lambda: 8)
+    monkeypatch.setattr("verl.config.resolve.visible_gpu_count", lambda: 8)
     config = load_config(overrides=GIVEN, check_files=False)
     assert (config.trainer.device, config.trainer.n_gpus_per_node) == ("cuda", 8)
     assert config.actor_rollout_ref.rollout.dtype == "bfloat16"

@@ -55,7 +55,7 @@ def test_all_problems_are_reported_together_and_numbered():
 def test_a_broken_value_hides_only_its_own_consequences():
     found = problems(f"{ACTOR}.ppo_mini_batch_size=many", "data.train_batch_size=100", "critic.ppo_mini_batch_size=30")
     assert set(found) == {f"{ACTOR}.ppo_mini_batch_size", "critic.ppo_mini_batch_size"}
-    assert "whole number" in found[f"{ACTOR}.ppo_mini_batch_size"].why
+    assert "an integer" in found[f"{ACTOR}.ppo_mini_batch_size"].why
 
 
 def test_what_must_be_given_is_asked_for():
@@ -237,8 +237,8 @@ def test_values_are_read_as_users_write_them(override, key, value):
     [
         ("algorithm.gamma=abc", "number"),
         ("algorithm.gamma=1.5", "at most 1"),
-        ("data.train_batch_size=2.5", "whole number"),
-        ("data.train_batch_size=true", "whole number"),
+        ("data.train_batch_size=2.5", "an integer"),
+        ("data.train_batch_size=true", "an integer"),
         ("data.train_batch_size=0", "at least 1"),
         ("data.shuffle=maybe", "true or false"),
         ("data.truncation=up", "known"),
@@ -248,7 +248,7 @@ def test_values_are_read_as_users_write_them(override, key, value):
         ("trainer.nnodes=null", "must have a value"),
         (f"{ACTOR}.fsdp_config.param_offload=null", "must have a value"),
         ("resource_pool_spec=8", "mapping"),
-        ("data={train_batch_size: [1]}", "whole number"),
+        ("data={train_batch_size: [1]}", "an integer"),
         ("algorithm.kl_ctrl=3", "block"),
     ],
 )

@@ -3,7 +3,7 @@
 import pytest
 
 from verl.config import ConfigError, PPOConfig, SFTConfig, load_config
-from verl.config.devices import visible_gpus
+from verl.config.devices import visible_gpu_count
 
 GIVEN = ("data.train_files=openai/gsm8k", "actor_rollout_ref.model.path=a/b", "trainer.n_gpus_per_node=1")
 ACTOR = "actor_rollout_ref.actor"
@@ -198,7 +198,7 @@ def test_trackers_that_are_not_installed_are_reported():
 @pytest.mark.parametrize("hidden", ["", "-1", "-1,0"])
 def test_hidden_gpus_are_not_counted(monkeypatch, hidden):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert visible_gpus() == 0
+    assert visible_gpu_count() == 0
 
 
 @pytest.mark.parametrize("name", ["project_name", "experiment_name"])

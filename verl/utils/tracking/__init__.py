@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from verl.config.names import LOGGERS, tracker_package
+from verl.config.names import TRACKERS as TRACKER_TRAITS
+from verl.config.names import tracker_package
 from verl.config.problems import closest
 from verl.utils.console import FULL
 from verl.utils.progress import pulsing
@@ -104,7 +105,7 @@ class Tracker:
         return None
 
 
-TRACKERS: Registry[type[Tracker]] = Registry("trainer.logger", LOGGERS)
+TRACKERS: Registry[type[Tracker]] = Registry("trainer.logger", TRACKER_TRAITS)
 register_tracker = TRACKERS.register
 
 
