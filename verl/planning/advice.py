@@ -1,5 +1,5 @@
-"""Search for configurations that fit into memory: the cheapest changes, reported as an error or applied; and the
-largest batch, sequence length and model."""
+"""Search for changes of a configuration that make its memory plan fit, the cheapest first; they are applied or listed
+in an error. For `verl plan`: the largest batch, sequence length and model that fit."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from verl.planning.phases import GB, MemoryPlan
 from verl.planning.remedies import UNKNOWN, Remedy, applicable_remedies, value_of
 from verl.planning.shapes import ModelShape
 
-# The plan may overestimate by this fraction: a smaller excess is a warning, not an error.
+# The plan may overestimate by this fraction, so a smaller excess is only a warning.
 UNCERTAINTY = 0.07
 # Changes that reduce the peak by a smaller fraction are ignored.
 _MIN_REDUCTION = 0.005
 
-# Steps between the lengths and the tokens of micro-batches that are tried.
+# Differences between the values that are tried: sequence lengths and token budgets of micro-batches.
 _LENGTH_STEP, _TOKEN_STEP = 64, 512
 
 Planner = Callable[[Any], MemoryPlan]
-"""Returns the plan of a configuration."""
+"""Returns the memory plan of a configuration."""
 Load = Callable[[Sequence[str]], Any]
-"""Returns the configuration with these overrides in addition; raises ConfigError."""
+"""Loads the configuration of the run with these additional overrides; raises ConfigError."""
 
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """A key set to another value, and the total memory of the phase that it reduces, before and after."""
+    """A change of a key, and the total memory in bytes of the phase that it reduces."""
 
     remedy: Remedy
     before: Any
     value: Any
     phase: str
     total_before: float
-    total: float
+    total_after: float
 
     @property
     def key(self) -> str:
         return self.remedy.key
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value} (now {self.before}): {self.phase} {self.total / GB:.1f} GB"
+        return f"{self.key}={self.value} (now {self.before}): {self.phase} {self.total_after / GB:.1f} GB"
 
     def log_text(self) -> str:
         """Return the log message of an applied change."""
-        memory = f"{self.phase} {self.total_before / GB:.1f} -> {self.total / GB:.1f} GB"
+        memory = f"{self.phase} {self.total_before / GB:.1f} -> {self.total_after / GB:.1f} GB"
         return f"{self.key}: {self.before} -> {self.value} ({memory}; costs: {self.remedy.cost})"
 
 
@@ -69,7 +69,7 @@ def check_fits(config: Block, plan_of: Planner) -> list[str]:
     if plan.installed is not None and plan.limited_by_host(worst):
         needs += f" of available host memory (the host has {plan.installed / GB:.1f} GB, of which other processes hold"
         needs += f" {plan.used_by_others / GB:.1f} GB)"
-    advice = _advice(changes, fits, freeing=plan.fits_without_other_processes(worst))
+    advice = _advice(changes, fits, plan.fits_without_other_processes(worst))
     if worst.total * (1 - UNCERTAINTY) <= worst.capacity:
         return [f"Memory: {needs}. It may just fit. If it does not: {advice}."]
     key, value = next(
@@ -91,12 +91,12 @@ def apply_cheapest_changes(config: Block, plan_of: Planner, placement_only: bool
     """Apply the cheapest changes that make the plan fit to `config`, and return them.
 
     If it cannot fit without changing the results of training, nothing is changed, and the list is empty.
-    `placement_only`: change only where state is kept, and no key that was set.
+    `placement_only`: change only where state is stored (offloading), and no key that the user has set.
     """
-    is_set = getattr(config, "changed", {})
+    set_by_user = getattr(config, "changed", {})
 
     def allowed(remedy: Remedy) -> bool:
-        if placement_only and (not remedy.places_state or remedy.key in is_set):
+        if placement_only and (not remedy.places_state or remedy.key in set_by_user):
             return False
         return not remedy.changes_training
 
@@ -111,8 +111,8 @@ def cheapest_changes(
 ) -> tuple[list[MemoryChange], bool]:
     """Return a minimal list of changes in the order of cost, and whether the plan fits with them.
 
-    Each remedy in turn is applied as far as it reduces the worst phase without another phase exceeding its capacity.
-    When everything fits, changes that turned out to be unnecessary are reverted, the most expensive first.
+    Until the plan fits, the cheapest remedy that reduces the worst phase and the excess of the plan is applied. Then
+    changes that turned out to be unnecessary are reverted, the most expensive first.
     """
     trial = copy.deepcopy(config)
     changes: list[MemoryChange] = []
@@ -130,7 +130,7 @@ def cheapest_changes(
 
 
 def _revert_unneeded(config: Block, changes: list[MemoryChange], plan_of: Planner) -> list[MemoryChange]:
-    """Return the changes with the mildest values that still fit, without those that are not needed."""
+    """Return the needed changes, each with the value closest to the original one that still fits."""
     values = {change.key: change.value for change in changes}
     for change in reversed(changes):
         for value in (change.before, *_allowed_values(config, change.remedy, change.before)):
@@ -152,7 +152,8 @@ def _revert_unneeded(config: Block, changes: list[MemoryChange], plan_of: Planne
 def _candidate_changes(
     config: Block, plan: MemoryPlan, plan_of: Planner, allowed: Callable[[Remedy], bool]
 ) -> Iterator[MemoryChange]:
-    """Yield, for each remedy of the worst phase, the mildest value with which it fits, or else the best one."""
+    """Yield a change for each remedy of the worst phase: the smallest one with which the phase fits, or else the one
+    with the lowest memory."""
     phase = plan.worst_phase
     for remedy, now in applicable_remedies(phase.phase, partial(value_of, config)):
         if now is UNKNOWN or not allowed(remedy):
@@ -164,7 +165,7 @@ def _candidate_changes(
             if new_plan is None:
                 continue
             new_phase = new_plan.phase(phase.phase)
-            lowest = (best.total if best is not None else phase.total) * (1 - _MIN_REDUCTION)
+            lowest = (best.total_after if best is not None else phase.total) * (1 - _MIN_REDUCTION)
             if new_phase.total < lowest and new_plan.excess < plan.excess and _is_valid(changed):
                 best = MemoryChange(remedy, now, value, phase.phase, phase.total, new_phase.total)
             if not new_phase.excess:
@@ -195,7 +196,7 @@ def _with_values(config: Block, values: Mapping[str, Any]) -> Block:
 
 
 def _allowed_values(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
-    """Yield the values to try after `now` that other keys allow."""
+    """Yield the values to try in order, from the one closest to `now`, within the limits that other keys set."""
     lowest, highest = 1, 1
     if remedy.key.endswith("max_token_len_per_gpu"):
         data = get_path(config, "data")
@@ -208,56 +209,62 @@ def _allowed_values(config: Block, remedy: Remedy, now: Any) -> Iterator[Any]:
     return remedy.values(now, lowest, highest)
 
 
-def _advice(changes: list[MemoryChange], fits: bool, freeing: bool) -> str:
-    """Return the text of the advice. `freeing`: it would fit if other processes used no host memory."""
-    free = "stop other processes on this machine that hold memory (`ps aux --sort=-rss` lists them)"
-    if freeing and not fits:
-        return free
+def _advice(changes: list[MemoryChange], fits: bool, fits_alone: bool) -> str:
+    """Return the remedies as text. `fits`: with the changes; `fits_alone`: if other processes used no host memory."""
+    stop_others = "stop other processes on this machine that hold memory (`ps aux --sort=-rss` lists them)"
+    if fits_alone and not fits:
+        return stop_others
     listed = "; ".join(f"{number}) {change}" for number, change in enumerate(changes, start=1))
     if fits:
         auto = "" if any(change.remedy.changes_training for change in changes) else " trainer.auto_memory=True, or"
         text = f"set{auto}, cheapest first and each on top of those before: {listed}"
-        return f"{free}; or {text}" if freeing else text
+        return f"{stop_others}; or {text}" if fits_alone else text
     hardware = "use more devices, tensor parallelism over them, a host with more memory, or a smaller model"
     return f"{listed}; that is not enough: {hardware}" if listed else hardware
 
 
 @dataclass(frozen=True)
 class LargestValue:
-    """The largest value of a key that fits; `value` None: not even the smallest one. `limit`: the largest that was
-    tried, and why no larger one."""
+    """The largest value of a key with which the plan fits."""
 
     key: str
     now: int
+    """The configured value."""
     value: int | None
+    """None: the plan fits with no value."""
     limit: int
+    """The largest value that was tried."""
     reason: str
+    """What `limit` is limited by."""
 
 
 @dataclass(frozen=True)
 class LargestModel:
-    """The largest known model that fits: with the settings of the run, and with `changes`; None: none does."""
+    """The largest known models that fit, by name; None: none does."""
 
     as_configured: str | None
     with_changes: str | None
+    """With `changes` of the configuration that do not affect the results of training."""
     changes: tuple[MemoryChange, ...]
     tried: tuple[str, ...]
 
 
 def largest_batch(config: Any, load: Load, plan_of: Planner) -> LargestValue:
-    """Return the largest micro-batch of the update: in tokens with dynamic batch sizes, else in samples."""
+    """Return the largest micro-batch of an update: its token budget with dynamic batch sizes, else its samples."""
     if isinstance(config, PPOConfig):
         block, dp = "actor_rollout_ref.actor", layout_of(config, "actor").dp_size
         actor = config.actor_rollout_ref.actor
         rows = actor.ppo_mini_batch_size * config.actor_rollout_ref.rollout.n // dp
         longest = config.data.max_prompt_length + config.data.max_response_length
-        dynamic, names = actor.use_dynamic_bsz, ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
+        dynamic = actor.use_dynamic_bsz
+        name = "ppo_max_token_len_per_gpu" if dynamic else "ppo_micro_batch_size_per_gpu"
     else:
         block, rows, longest = "data", config.rows_per_step // config.dp_size, config.data.max_length
-        dynamic, names = config.data.use_dynamic_bsz, ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
-    key = f"{block}.{names[dynamic]}"
+        dynamic = config.data.use_dynamic_bsz
+        name = "max_token_len_per_gpu" if dynamic else "micro_batch_size_per_gpu"
+    key = f"{block}.{name}"
     if dynamic:
-        first = -(-longest // _TOKEN_STEP) * _TOKEN_STEP
+        first = math.ceil(longest / _TOKEN_STEP) * _TOKEN_STEP
         values = [*range(first, rows * longest, _TOKEN_STEP), rows * longest]
     else:
         values = [size for size in range(1, rows + 1) if rows % size == 0]
@@ -265,7 +272,8 @@ def largest_batch(config: Any, load: Load, plan_of: Planner) -> LargestValue:
 
 
 def largest_length(config: Any, positions: int | None, load: Load, plan_of: Planner) -> LargestValue:
-    """Return the longest response (of supervised runs: row); `positions`: context of the model, None: unknown."""
+    """Return the largest response length (of a supervised run: row length). `positions`: context length of the model;
+    None: unknown."""
     context = positions or 2**17
     if isinstance(config, PPOConfig):
         key, limit = "data.max_response_length", context - config.data.max_prompt_length
@@ -273,12 +281,12 @@ def largest_length(config: Any, positions: int | None, load: Load, plan_of: Plan
         key, limit = "data.max_length", context
     now = get_path(config, key)
     values = sorted({*range(_LENGTH_STEP, limit + 1, _LENGTH_STEP), limit, min(now, limit)})
-    reason = f"the context of {context} tokens" if positions else "the lengths that are tried"
+    reason = f"the context of {context} tokens" if positions else "the longest length that is tried"
     return _largest(key, now, values, load, plan_of, reason)
 
 
 def _largest(key: str, now: int, values: Sequence[int], load: Load, plan_of: Planner, reason: str) -> LargestValue:
-    """Search `values` (ascending) by bisection: memory grows with the value."""
+    """Search `values` (ascending) by bisection: memory grows with the value. `reason`: see `LargestValue`."""
 
     def fits(value: int) -> bool:
         try:
@@ -308,8 +316,12 @@ def largest_model(
     replaced: Mapping[str, tuple[str, int]],
     plan_with: Callable[[Any, Mapping[str, ModelShape]], MemoryPlan],
 ) -> LargestModel:
-    """Return the largest known model that fits in place of the models of the roles `replaced` (role -> (kind, LoRA
-    rank)), as configured and with changes that do not affect the results of training."""
+    """Return the largest known model that fits, as configured and with changes that do not affect the results of
+    training.
+
+    `replaced`: the roles that would use it, with the kind of their model and LoRA rank. `shapes`: the models of all
+    roles.
+    """
     changes_of: dict[str, list[MemoryChange]] = {}
 
     def shapes_of(name: str) -> dict[str, ModelShape]:
@@ -333,7 +345,8 @@ def largest_model(
 
 
 def _largest_that(fits: Callable[[str], bool], names: Sequence[str]) -> str | None:
-    """Return the last name that fits. Every name is tried: a layout may divide a large model but not a small one."""
+    """Return the last name that fits; None if none does. No bisection: a layout may divide a large model but not a
+    small one."""
     for name in reversed(names):
         try:
             if fits(name):

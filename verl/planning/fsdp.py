@@ -1,6 +1,7 @@
 """Device memory of a model on the fsdp engine in training and inference: all formulas, with their reasons.
 
-Symbols: s shape of the model, c bytes of the compute dtype, H hidden size. Tokens: of a micro-batch on one rank.
+Symbols: s is the shape of the model, c the bytes of an element of the compute dtype, H the hidden size. Numbers of
+tokens are those of a micro-batch on one rank.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class FSDPModelMemory:
 
     shape: ModelShape
     kind: str = "causal_lm"
+    """Kind of the head, `ModelKind`; others than causal_lm have one output per token."""
     compute_bytes: int = 2
     """Bytes of one element of the compute dtype."""
     shards: int = 1
@@ -29,11 +31,13 @@ class FSDPModelMemory:
     checkpointing: bool = True
     """Whether activations are recomputed in the backward pass (gradient checkpointing)."""
     compiled: bool = False
+    """Whether layers are compiled by torch.compile in training."""
     reshard: bool | None = None
     """Whether gathered layers are freed after their forward pass; None: yes if weights are sharded."""
-    state_bytes: int = 4
+    moment_bytes: int = 4
     """Bytes of one optimizer moment of one parameter."""
     grad_offload: bool = False
+    """Whether accumulated gradients are kept in host memory between micro-batches."""
     saved_keys_per_token: float = 1.0
     """Keys and values that attention saves for each computed token; above 1 if samples of a micro-batch share prefixes:
     attention copies those of the prefix."""
@@ -43,6 +47,7 @@ class FSDPModelMemory:
 
     @property
     def has_adapters(self) -> bool:
+        """Whether only LoRA adapters are trained."""
         return not self.frozen and self.shape.adapter_parameters is not None
 
     @property
@@ -58,7 +63,7 @@ class FSDPModelMemory:
 
     def moments(self) -> float:
         """The two moments of AdamW."""
-        return 2 * self.state_bytes * self.trained_parameters / self.shards
+        return 2 * self.moment_bytes * self.trained_parameters / self.shards
 
     def gradients(self) -> float:
         """Sharded gradients in float32."""
@@ -73,8 +78,8 @@ class FSDPModelMemory:
     def gathered(self) -> float:
         """Unsharded parameters in the compute dtype: those outside the layers during the whole pass, and a few layers.
 
-        A single rank gathers nothing, but its float32 weights are cast. Frozen weights, which are in the compute dtype,
-        are used as they are.
+        A single rank gathers nothing, but casts its float32 weights to the compute dtype; its frozen weights are
+        already in that dtype and are not copied.
         """
         if self.shards == 1 and (self.frozen or self.has_adapters):
             return float(self.compute_bytes * self.trained_parameters)
@@ -186,8 +191,8 @@ class FSDPModelMemory:
         return self.gradients() if accumulates and not self.grad_offload else 0.0
 
     def _optimizer_workspace(self) -> float:
-        """Return the temporary memory of a step if moments are stored in bfloat16."""
-        if self.state_bytes == 4:
+        """Return the temporary memory of an optimizer step whose moments are stored in bfloat16; 0 for float32."""
+        if self.moment_bytes == 4:
             return 0.0
         embedding = self.shape.embedding_parameters // self.shards
         return float(working_bytes(self.trained_parameters // self.shards, embedding))
@@ -199,15 +204,15 @@ class FSDPModelMemory:
         return self.shape.layer_parameters / self.shape.layers
 
     def _logits(self, response_tokens: int) -> float:
-        """A chunk of logits, and five float32 numbers per row."""
+        """Bytes of the head in a forward pass: a chunk of logits, and five float32 numbers per row."""
         if self.kind != "causal_lm":
             return 4.0 * response_tokens
         chunk = chunk_bytes(response_tokens, self.shape.vocab, self.compute_bytes, self.device)
         return chunk + 20.0 * response_tokens
 
     def _head_backward(self, response_tokens: int) -> float:
-        """A chunk of logits and its gradient, and the gradients of hidden states and head (the latter is accumulated in
-        float32 if there are several chunks)."""
+        """Bytes of the head in a backward pass: a chunk of logits and its gradient, and the gradients of hidden states
+        and head weights (the latter are accumulated in float32 if there are several chunks)."""
         if self.kind != "causal_lm":
             return 4.0 * response_tokens
         c, s = self.compute_bytes, self.shape

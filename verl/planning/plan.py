@@ -251,7 +251,7 @@ def _model(
         checkpointing=trains and model["enable_gradient_checkpointing"],
         compiled=trains and block["use_torch_compile"] and device == "cuda",
         reshard=fsdp.reshard_after_forward,
-        state_bytes=DTYPE_BYTES[block["optim"].state_dtype] if trains else 4,
+        moment_bytes=DTYPE_BYTES[block["optim"].state_dtype] if trains else 4,
         grad_offload=trains and bool(fsdp.grad_offload),
         saved_keys_per_token=MAX_GATHERED_KEYS if copies_keys else 1.0,
         device=device,

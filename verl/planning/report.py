@@ -242,7 +242,7 @@ def _change_dict(cost: ChangeCost) -> dict[str, Any]:
         "value": change.value,
         "phase": change.phase,
         "before_gb": _gb(change.total_before),
-        "gb": _gb(change.total),
+        "gb": _gb(change.total_after),
         "cost": change.remedy.cost,
         "changes_training": change.remedy.changes_training,
         "step_seconds_before": cost.seconds_before,
@@ -313,7 +313,7 @@ def _changes_text(report: PlanReport) -> list[str]:
     lines = [f"{fits} (each on top of those before):"]
     for number, cost in enumerate(report.changes, start=1):
         change = cost.change
-        memory = f"{change.phase} {change.total_before / GB:.1f} -> {change.total / GB:.1f} GB"
+        memory = f"{change.phase} {change.total_before / GB:.1f} -> {change.total_after / GB:.1f} GB"
         seconds = ""
         if cost.seconds is not None and cost.seconds_before is not None:
             seconds = f", step {cost.seconds_before:.1f} -> {cost.seconds:.1f} s"

@@ -95,7 +95,7 @@ def test_parameters_are_those_of_the_model_that_is_built(family, tied):
 
 
 def test_training_takes_sixteen_bytes_per_parameter_and_bf16_moments_twelve():
-    exact, half = FSDPModelMemory(SHAPE), FSDPModelMemory(SHAPE, state_bytes=2)
+    exact, half = FSDPModelMemory(SHAPE), FSDPModelMemory(SHAPE, moment_bytes=2)
     for model, each in ((exact, 16), (half, 12)):
         assert model.weights() + model.moments() + model.gradients() == each * model.shape.parameters
     sharded = FSDPModelMemory(SHAPE, shards=4)
