@@ -1,6 +1,6 @@
 """Chat: a conversation as token ids, rendered by the model's chat template and extended turn by turn.
 
-The tokens of a turn of the model stay as sampled. Only the text after a turn is rendered by the template and tokenised.
+The tokens of the model's turns stay as sampled. Only the text after a turn is rendered by the template and tokenised.
 `check_template` compares the resulting tokens with those of the template applied to whole conversations, before
 training.
 """
@@ -29,21 +29,22 @@ from verl.utils.turn_template import (
 
 __all__ = ["Chat", "ChatSettings", "cached_chat", "encode_replies", "tool_message"]
 
-# Prefix for encoding text that follows other text: some tokenizers put a space before the first word of every text.
-_TEXT_BEFORE = "!"
+# Prefix with which text that follows other text is encoded: some tokenizers put a space before the first word of a
+# text.
+_PREFIX = "!"
 # Size of the cache of Chats per process.
 _CACHED_CHATS = 64
 # Time limit for encoding long replies.
 _ENCODE_TIMEOUT_S = 60.0
 
 # Processes for encoding long replies, by event loop and tokenizer.
-_workers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, TextWorkers]] = WeakKeyDictionary()
+_text_workers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, TextWorkers]] = WeakKeyDictionary()
 
-# The key of `Chat.check`'s mode.
+# The configuration key whose value is the `mode` of `Chat.check`.
 _CHECK_KEY = "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode"
-# Characters of each text in an error message of `check_template`, from its end.
+# In an error message of `check_template`, the number of characters shown of each text, from its end.
 _MAX_SHOWN_CHARS = 200
-_USER: Message = {"role": "user", "content": "Go on."}
+_USER_MESSAGE: Message = {"role": "user", "content": "Go on."}
 
 
 class Chat:
@@ -56,12 +57,12 @@ class Chat:
         end_token_ids: Iterable[int] = (),
         **template_kwargs: Any,
     ) -> None:
-        """`tools`: in the format of the OpenAI API. `template_kwargs`: keywords of the chat template.
+        """`tools`: schemas in the format of the OpenAI API. `template_kwargs`: keywords of the chat template.
 
         `end_token_ids` are the ids at which the engine ends a turn (`find_end_tokens` of the model). The end tokens
         of the tokenizer and the template are added to them.
         """
-        self._tokenizer, self._tools, self._kwargs = tokenizer, list(tools or []) or None, template_kwargs
+        self._tokenizer, self._tools, self._template_kwargs = tokenizer, list(tools or []) or None, template_kwargs
         if self.template is None:
             raise ValueError(
                 "the tokenizer has no chat template, which multi-turn conversations need. Use a model that has one"
@@ -74,23 +75,24 @@ class Chat:
         """Ids of the tokens that end a turn of the model."""
 
     def prompt_ids(self, messages: Messages) -> list[int]:
-        """Token ids of the conversation with the generation prompt."""
+        """Return the token ids of the conversation with the generation prompt."""
         return self.encode(self.render(messages, generation_prompt=True))
 
     def strip_end_token(self, turn: Sequence[int]) -> list[int]:
-        """The tokens of a turn without its end token, if it has one."""
+        """Return the tokens of a turn without its end token, if it has one."""
         return list(turn[:-1] if turn and turn[-1] in self.end_ids else turn)
 
-    def suffix(self, messages: Messages, answer: Sequence[int] = ()) -> list[int]:
-        """Token ids of the replies `messages` to a turn of the model, with the generation prompt of its next turn.
+    def suffix(self, messages: Messages, turn: Sequence[int] = ()) -> list[int]:
+        """Return the token ids to append to a turn of the model: the template's end token, the replies `messages`, and
+        the generation prompt of the next turn.
 
-        `answer`: the tokens of the model's turn; only the last one matters. If it is one of `end_ids`, the template's
-        end token is not written again; if it is the role token that opens the next message (GLM), the role token is
-        not written again. After any other token the suffix begins with the template's end token.
+        `turn`: the tokens of the model's turn; only the last one matters. If it is one of `end_ids`, the suffix does
+        not begin with an end token. If it is the role token that opens the next message (GLM), the suffix begins after
+        that token.
         """
         turn_end = self.turns.after_turn(messages)
         rest = turn_end.rest  # what the template writes after its end token
-        last = answer[-1] if answer else None
+        last = turn[-1] if turn else None
         if last is None or (last not in self.end_ids and last != self._token_id(turn_end.token)):
             return self.encode(turn_end.token + rest) if turn_end.token else self._encode_after_text(rest)
         if turn_end.role_token and last == self._token_id(turn_end.role_token):
@@ -102,23 +104,22 @@ class Chat:
         return self.encode(turn_end.token + rest)[1:] if turn_end.token else self._encode_after_text(rest)
 
     def check(self, mode: str = "strict") -> list[str]:
-        """Return warnings for the log: what the template lacks, and how it changes earlier turns.
+        """Check the template, see `check_template`; return warnings for the log.
 
-        Raises ValueError if tokens appended turn by turn differ from the template's tokens of the whole conversation.
-        `mode`: ignore_strippable ignores differences in white space, disable checks nothing.
+        `mode`: strict, ignore_strippable (white space may differ) or disable (no check).
         """
         return [] if mode == "disable" else check_template(self, mode)
 
     def render(self, messages: Messages, generation_prompt: bool) -> str:
-        """The conversation as text, as the template writes it."""
+        """Return the conversation as text."""
         return self.turns.render(messages, generation_prompt=generation_prompt)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text, without special tokens that the tokenizer would add."""
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of tokens, including special tokens."""
+        """Return the text of tokens, including special tokens."""
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -130,20 +131,21 @@ class Chat:
 
     @property
     def template(self) -> Any:
-        """The source of the template, or a dict of templates by name."""
-        return self._kwargs.get("chat_template", self._tokenizer.chat_template)
+        """The Jinja source of the template, or a dict of templates by name; None if there is none."""
+        return self._template_kwargs.get("chat_template", self._tokenizer.chat_template)
 
     def _token_id(self, token: str) -> int | None:
         return int(self._tokenizer.convert_tokens_to_ids(token)) if token else None
 
     def _encode_after_text(self, text: str) -> list[int]:
-        """Token ids of a text that follows other text: without a space that the tokenizer puts before every text."""
-        before, both = self.encode(_TEXT_BEFORE), self.encode(_TEXT_BEFORE + text)
+        """Return the token ids of a text that follows other text, without the space that the tokenizer would put
+        first."""
+        before, both = self.encode(_PREFIX), self.encode(_PREFIX + text)
         return both[len(before) :] if both[: len(before)] == before else self.encode(text)
 
 
 class ChatSettings(NamedTuple):
-    """The settings of a Chat without its tokenizer, to construct it again in a text worker process. Hashable."""
+    """The arguments of a Chat other than its tokenizer, to construct it again in a text worker process. Hashable."""
 
     tools: str
     """JSON, in the format of the OpenAI API."""
@@ -158,7 +160,7 @@ class ChatSettings(NamedTuple):
 
 @lru_cache(_CACHED_CHATS)
 def cached_chat(tokenizer: Any, settings: ChatSettings) -> Chat:
-    """The Chat with these settings, constructed once per process."""
+    """Return the Chat with these settings, constructed once per process."""
     return Chat(tokenizer, json.loads(settings.tools), settings.end_token_ids, **json.loads(settings.template_kwargs))
 
 
@@ -167,23 +169,23 @@ async def encode_replies(
     settings: ChatSettings,
     tokenizer: Any,
     messages: Sequence[dict[str, Any]],
-    answer: Sequence[int],
+    turn: Sequence[int],
     max_tokens: int,
 ) -> list[int]:
-    """Return `chat.suffix(messages, answer)`. Only its first `max_tokens` tokens are exact: each message is cut to the
+    """Return `chat.suffix(messages, turn)`. Only its first `max_tokens` tokens are exact: each message is cut to the
     largest number of characters that `max_tokens` tokens can have.
 
-    `settings` and `tokenizer` are those of `chat`. Long texts are encoded in a worker process. If that takes more than
-    60 s or 2 GB, it raises TextWorkLimit, a ValueError, which fails only this trajectory.
+    `settings` and `tokenizer` are those of `chat`. Long texts are encoded in a worker process. Raises TextWorkLimit, a
+    ValueError, if that takes more than 60 s or 2 GB; only this trajectory fails.
     """
     shortened = [_shorten(message, max_characters(tokenizer, max_tokens)) for message in messages]
     if text_length(shortened) <= SHORT_TEXT:
-        return chat.suffix(shortened, answer)
+        return chat.suffix(shortened, turn)
     loop = asyncio.get_running_loop()
-    workers = _workers.setdefault(loop, {})
+    workers = _text_workers.setdefault(loop, {})
     if tokenizer not in workers:
         workers[tokenizer] = TextWorkers(tokenizer_loader(tokenizer), _ENCODE_TIMEOUT_S)
-    return await workers[tokenizer].call(_encode_in_worker, settings, shortened, list(answer[-1:]))
+    return await workers[tokenizer].call(_encode_in_worker, settings, shortened, list(turn[-1:]))
 
 
 def _encode_in_worker(
@@ -202,9 +204,9 @@ def _shorten(message: dict[str, Any], characters: int) -> dict[str, Any]:
 def check_template(chat: Chat, mode: str) -> list[str]:
     """Return warnings about the chat template: missing features, and changes that it makes to earlier turns.
 
-    Simulates conversations turn by turn: once for each end token, and once with turns truncated before an end token.
-    Raises ValueError if the tokens differ from those of the whole conversation. `mode`: strict, or ignore_strippable
-    (white space may differ).
+    Conversations are simulated turn by turn: once for each end token, and once with turns truncated before an end
+    token. Raises ValueError if the resulting tokens differ from those of the template applied to the whole
+    conversation. `mode`: strict, or ignore_strippable (white space may differ).
     """
     return [f"the chat template {finding}." for finding in (*_missing_features(chat), *_rewritten_turns(chat, mode))]
 
@@ -219,7 +221,7 @@ def _missing_features(chat: Chat) -> Iterator[str]:
 
 def _rewritten_turns(chat: Chat, mode: str) -> Iterator[str]:
     """Yield descriptions of the changes that the template makes to earlier turns."""
-    user = [_USER]
+    user = [_USER_MESSAGE]
     tools = [tool_message(chat.turns.tool_name, f"Result {number}.", number) for number in range(2)]
     conversations: list[tuple[str, list[Messages]]] = [("a user", [user, user])]
     if chat.has_tools:
@@ -234,17 +236,17 @@ def _rewritten_turns(chat: Chat, mode: str) -> Iterator[str]:
         if change is not None and replier not in changes.setdefault(change, []):
             changes[change].append(replier)
     for change, repliers in changes.items():
-        yield f"{change} after a reply of {' or '.join(repliers)}. Trajectories keep every turn as the model saw it"
+        yield f"{change} after a reply of {' or '.join(repliers)}. Trajectories keep every turn as it was sampled"
 
 
 def _compare(chat: Chat, mode: str, replier: str, rounds: Sequence[Messages]) -> str | None:
-    """Simulate a conversation with one model turn before each of `rounds`, the replies to it.
+    """Simulate a conversation: for each of `rounds`, one turn of the model and these replies to it.
 
-    Returns the change that the template makes to earlier turns; None: it makes none.
+    Returns a description of the change that the template makes to earlier turns; None: it makes none.
     """
     probe = _Probe(chat)
     messages, prompt_text = probe.first, chat.render(probe.first, generation_prompt=True)
-    contexts = [_Context(chat, end, chat.encode(prompt_text)) for end in _ends_to_try(chat)]
+    contexts = [_SimulatedContext(chat, end, chat.encode(prompt_text)) for end in _end_tokens_to_check(chat)]
     for number, replies in enumerate(rounds):
         answer = probe.answer(number, replies)
         turn = chat.turns.turn_text(messages, answer, probe.final_text(number))
@@ -256,7 +258,7 @@ def _compare(chat: Chat, mode: str, replier: str, rounds: Sequence[Messages]) ->
         is_comparable = change is None or (turn is not None and next_prompt_text.startswith(prompt_text + turn))
         if turn is not None and is_comparable:
             expected_ids = chat.encode(next_prompt_text)
-            closing_text = _closing_span(chat, earlier, answer, replies, probe.final_text(number))
+            closing_text = _closing_text(chat, earlier, answer, replies, probe.final_text(number))
             text_after_turn = next_prompt_text.removeprefix(prompt_text + turn)
             for context in contexts:
                 context.add(prompt_text, turn, replies, closing_text, text_after_turn)
@@ -267,12 +269,12 @@ def _compare(chat: Chat, mode: str, replier: str, rounds: Sequence[Messages]) ->
     return None
 
 
-def _ends_to_try(chat: Chat) -> list[int | None]:
-    """The end tokens that are added tokens of the tokenizer, not text; None stands for a truncated turn."""
+def _end_tokens_to_check(chat: Chat) -> list[int | None]:
+    """Return the end tokens that are special tokens of the tokenizer; None stands for a truncated turn."""
     return [None, *sorted(chat.end_ids & chat.turns.special_token_ids)]
 
 
-def _closing_span(chat: Chat, messages: Messages, answer: Message, replies: Messages, final: str) -> str:
+def _closing_text(chat: Chat, messages: Messages, answer: Message, replies: Messages, final: str) -> str:
     """Return the text that the template writes after an answer, up to and including its last end token ("" if none).
 
     It is derived from rendered text alone, not from the end tokens that `TurnTemplate` detects. `replies`: messages
@@ -287,16 +289,16 @@ def _closing_span(chat: Chat, messages: Messages, answer: Message, replies: Mess
         # The template writes the same tokens whether the answer is the last message or not: they close it.
         return after_earlier[: tokens[-1].end()]
     if formatted[0]["role"] == "user":
-        # Remove the tokens that open the user message from those between the answer and its content.
-        return _span_before_user(chat, after_earlier.partition(str(formatted[0]["content"]))[0])
+        # Between the answer and the content of the user message: remove the tokens that open the user message.
+        return _closing_text_before_user(chat, after_earlier.partition(str(formatted[0]["content"]))[0])
     # Before a tool result: as before a user message, if the text begins with the same tokens.
     plain = {"role": "assistant", "content": answer["content"]}
-    span = _closing_span(chat, messages, plain, [_USER], final)
-    return span if after_earlier.startswith(span) else ""
+    closing_text = _closing_text(chat, messages, plain, [_USER_MESSAGE], final)
+    return closing_text if after_earlier.startswith(closing_text) else ""
 
 
-def _span_before_user(chat: Chat, between: str) -> str:
-    """Like `_closing_span`, for `between`: the text between an answer and the content of the following user message.
+def _closing_text_before_user(chat: Chat, between: str) -> str:
+    """Like `_closing_text`, for `between`: the text between an answer and the content of the following user message.
 
     The text that also precedes the first user message is removed. If no token remains, the template closes answers and
     user messages with the same token, or answers with none.
@@ -308,11 +310,11 @@ def _span_before_user(chat: Chat, between: str) -> str:
     tokens = closing_tokens(before_opening, before_opening, chat.turns.special_tokens)
     # The tokens that close user messages, with and without a generation prompt after them.
     tokens = tokens or closing_tokens(after_first, after_first_prompted, chat.turns.special_tokens)
-    span = tokens[-1].string[: tokens[-1].end()] if tokens else ""
-    return span if between.startswith(span) else ""
+    closing_text = tokens[-1].string[: tokens[-1].end()] if tokens else ""
+    return closing_text if between.startswith(closing_text) else ""
 
 
-class _Context:
+class _SimulatedContext:
     """The context of a simulated model that ends every turn with the same token."""
 
     def __init__(self, chat: Chat, end: int | None, prompt_ids: list[int]) -> None:
@@ -320,7 +322,7 @@ class _Context:
         self._chat, self._end = chat, end
         self._token_ids = prompt_ids
         """Token ids of the conversation so far, with the template's end tokens in place of the sampled ones."""
-        self._exact = True
+        self._must_match = True
         """Whether token ids must match. False after a turn that is followed by plain text: the tokenizer may merge
         both, so only decoded text is compared."""
 
@@ -328,14 +330,14 @@ class _Context:
         """Append a turn of the model, which follows `prompt_text`, and the replies to it.
 
         `text_after_turn`: what the template renders after the turn; `closing_text`: its beginning up to the last end
-        token (`_closing_span`).
+        token (`_closing_text`).
         """
         chat, prompt_ids = self._chat, self._chat.encode(prompt_text)
         sampled = chat.encode(prompt_text + turn)
         sampled = sampled[len(prompt_ids) :] if sampled[: len(prompt_ids)] == prompt_ids else chat.encode(turn)
         end_ids = [] if self._end is None else [self._end]
         suffix = chat.suffix(replies, sampled + end_ids)
-        self._exact = self._exact and bool(chat.turns.special_tokens.match(text_after_turn.lstrip()))
+        self._must_match = self._must_match and bool(chat.turns.special_tokens.match(text_after_turn.lstrip()))
         # The end tokens to compare are those that the template writes in place of the sampled one. If it closes turns
         # with none, the sampled one is compared only if the text after the turn begins with it (a role token).
         if self._end is not None and closing_text:
@@ -348,10 +350,10 @@ class _Context:
         """Raise ValueError if the tokens differ from `expected_ids`, those of the whole conversation."""
         if self._token_ids == expected_ids:
             return
-        ours, theirs = self._chat.decode(self._token_ids), self._chat.decode(expected_ids)
-        if ours == theirs and not self._exact:
+        text, expected_text = self._chat.decode(self._token_ids), self._chat.decode(expected_ids)
+        if text == expected_text and not self._must_match:
             return
-        only_white_space = "".join(ours.split()) == "".join(theirs.split())
+        only_white_space = "".join(text.split()) == "".join(expected_text.split())
         if only_white_space and mode == "ignore_strippable":
             return
         difference = "white space" if only_white_space else "text"
@@ -361,8 +363,8 @@ class _Context:
         turn = "a truncated turn" if self._end is None else f"a turn that ends with {self._chat.decode([self._end])}"
         raise ValueError(
             f"{_CHECK_KEY} = {mode}: after a reply of {replier} to {turn}, tokens appended turn by turn are not"
-            f" those of the chat template (different {difference}): {ours[-_MAX_SHOWN_CHARS:]!r} instead of"
-            f" {theirs[-_MAX_SHOWN_CHARS:]!r}. {remedy}."
+            f" those of the chat template (different {difference}): {text[-_MAX_SHOWN_CHARS:]!r} instead of"
+            f" {expected_text[-_MAX_SHOWN_CHARS:]!r}. {remedy}."
         )
 
 

@@ -1,7 +1,8 @@
-"""LLMGenerationManager: search turns for a whole batch, with the interface that scripts of Search-R1 call.
+"""LLMGenerationManager: search turns for a whole batch, with the interface of scripts of Search-R1 (arXiv 2503.09516).
 
-All rows generate a turn together, by the worker group's `generate_sequences`: each turn takes as long as its slowest
-row. `do_search=True` (`SearchAgentLoop`) does not wait, and produces the same tokens and masks.
+All rows generate a turn together, in one call of the worker group's `generate_sequences`: each turn takes as long as
+its slowest row. `do_search=True` (`SearchAgentLoop`) produces the same tokens and masks, but rows do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -30,8 +31,11 @@ __all__ = ["GenerationConfig", "LLMGenerationManager"]
 
 @dataclass
 class GenerationConfig:
-    """Limits and retriever. Lengths are in tokens; `max_prompt_length` includes all turns before the last one,
-    `max_response_length` is that of one turn."""
+    """Limits and retriever, with the field names of Search-R1. Lengths are in tokens.
+
+    `max_start_length` limits the prompt, `max_prompt_length` the context of a turn, `max_response_length` a turn of the
+    model and `max_obs_length` a search result. `num_gpus` and `no_think_rl` have no effect.
+    """
 
     max_turns: int
     max_start_length: int
@@ -48,24 +52,27 @@ class GenerationConfig:
 
 @dataclass
 class _Conversation:
-    """A row while it is generated, and its counts of turns, valid actions and searches."""
+    """A row while it is generated."""
 
     row: Row
     turns: int = 0
-    valid: int = 0
+    """Number of turns of the model."""
+    valid_actions: int = 0
     searches: int = 0
     active: bool = True
-    """Whether more turns are generated."""
+    """Whether another turn is generated."""
     answered: bool = False
 
     @property
-    def ids(self) -> list[int]:
+    def token_ids(self) -> list[int]:
+        """The prompt and all turns."""
         return [*self.row.prompt_ids, *(token for turn in self.row.turns for token in turn.token_ids)]
 
 
 @dataclass
 class LLMGenerationManager:
-    """Generates turns with `actor_rollout_wg` until all rows have an answer, at most `max_turns` and a last one."""
+    """Generates turns with `actor_rollout_wg` until all rows have an answer: at most `max_turns` turns that may
+    search, and a last one whose search is not executed."""
 
     tokenizer: Any
     actor_rollout_wg: Any
@@ -82,17 +89,18 @@ class LLMGenerationManager:
         scripts compute the share of finished rows from it.
         """
         self._search_failures = 0
-        rows = [_Conversation(Row(ids, [])) for ids in self._prompts(gen_batch, initial_input_ids)]
+        conversations = [_Conversation(Row(ids, [])) for ids in self._prompts(gen_batch, initial_input_ids)]
         encoder = ObservationEncoder(
             self.tokenizer, self.config.start_state_marker, self.config.end_state_marker, self.config.max_obs_length
         )
         for searches_left in range(self.config.max_turns, -1, -1):
-            active = [row for row in rows if row.active]
+            active = [conversation for conversation in conversations if conversation.active]
             if not active:
                 break
             self._generate_turn(active, gen_batch.meta_info)
-            self._add_observations([row for row in active if row.active], encoder, last=searches_left == 0)
-        return self._to_batch(rows, gen_batch)
+            continuing = [conversation for conversation in active if conversation.active]
+            self._add_observations(continuing, encoder, last=searches_left == 0)
+        return self._to_batch(conversations, gen_batch)
 
     def _create_loss_mask(self, batch: DataProto, metrics: dict[str, Any]) -> tuple[DataProto, dict[str, Any]]:
         """Add `loss_mask` [batch, response], 1 on sampled tokens, to the batch and its coverage to the metrics."""
@@ -105,7 +113,7 @@ class LLMGenerationManager:
         return batch, metrics
 
     def _prompts(self, gen_batch: DataProto, initial_input_ids: torch.Tensor) -> list[list[int]]:
-        """Token ids of the prompts, without padding: the last `max_start_length` of each."""
+        """Return the token ids of the prompts without padding: the last `max_start_length` of each."""
         width = initial_input_ids.shape[1]
         masks = gen_batch.batch["attention_mask"][:, -width:].bool()
         prompts = [ids[mask].tolist() for ids, mask in zip(initial_input_ids, masks, strict=True)]
@@ -113,56 +121,56 @@ class LLMGenerationManager:
 
     def _generate_turn(self, active: Sequence[_Conversation], meta_info: dict[str, Any]) -> None:
         """Generate one turn of every row; aborted rows become inactive."""
-        prompts = _left_padded([row.ids for row in active], self.tokenizer.pad_token_id)
+        prompts = _left_padded([conversation.token_ids for conversation in active], self.tokenizer.pad_token_id)
         stops = dict.fromkeys([*(meta_info.get("stop") or ()), *STOPS])
         prompts.meta_info = meta_info | {"stop": list(stops), "max_new_tokens": self.config.max_response_length}
         if self.is_validation:
             prompts.meta_info["validate"] = True
-        padded, fillers = pad_dataproto_to_divisor(prompts, self.actor_rollout_wg.world_size)
-        responses = unpad_dataproto(self.actor_rollout_wg.generate_sequences(padded), fillers)
+        padded, num_padding_rows = pad_dataproto_to_divisor(prompts, self.actor_rollout_wg.world_size)
+        responses = unpad_dataproto(self.actor_rollout_wg.generate_sequences(padded), num_padding_rows)
         masks = responses.batch["response_mask"].bool()
-        for number, row in enumerate(active):
+        for number, conversation in enumerate(active):
             fields = {
                 field_name: responses.batch[column][number][masks[number]].tolist()
                 for field_name, column in _TURN_COLUMNS.items()
                 if column in responses.batch
             }
             reason = responses.non_tensor_batch["finish_reason"][number]
-            row.row.turns.append(Turn("model", **fields, finish_reason=reason))
-            row.turns += 1
-            row.active = reason != "abort"
+            conversation.row.turns.append(Turn("model", **fields, finish_reason=reason))
+            conversation.turns += 1
+            conversation.active = reason != "abort"
 
     def _add_observations(self, active: Sequence[_Conversation], encoder: ObservationEncoder, last: bool) -> None:
         """Append the observation of every row that continues. All searches of a turn are sent together."""
-        actions = [parse_action(self.tokenizer.decode(row.row.turns[-1].token_ids)) for row in active]
-        for row, action in zip(active, actions, strict=True):
-            row.valid += action.kind != "invalid"
-            row.answered = action.kind == "answer"
-            row.active = not last and not row.answered
-        continued = [(row, action) for row, action in zip(active, actions, strict=True) if row.active]
+        actions = [parse_action(self.tokenizer.decode(conversation.row.turns[-1].token_ids)) for conversation in active]
+        for conversation, action in zip(active, actions, strict=True):
+            conversation.valid_actions += action.kind != "invalid"
+            conversation.answered = action.kind == "answer"
+            conversation.active = not last and not conversation.answered
+        continued = [pair for pair in zip(active, actions, strict=True) if pair[0].active]
         results = iter(self._search([action.content for _, action in continued if action.kind == "search"]))
-        for row, action in continued:
+        for conversation, action in continued:
             if action.kind == "invalid":
                 observation = encoder.invalid_action()
             else:
-                row.searches += 1
+                conversation.searches += 1
                 hits = next(results)
                 observation = encoder.search_failed() if hits is None else encoder.documents(hits)
-            if len(row.ids) + len(observation) > self.config.max_prompt_length:
-                row.active = False  # no tokens left for a turn that reads the observation
-                row.row.turns[-1].finish_reason = "length"
+            if len(conversation.token_ids) + len(observation) > self.config.max_prompt_length:
+                conversation.active = False  # no tokens left for a turn that reads the observation
+                conversation.row.turns[-1].finish_reason = "length"
             else:
-                row.row.turns.append(Turn("environment", observation))
+                conversation.row.turns.append(Turn("environment", observation))
 
     def _search(self, queries: list[str]) -> list[list[Hit] | None]:
-        """The documents of every query; None if its search failed."""
+        """Return the documents of every query; None if its search failed."""
         if not queries:
             return []
         if self.config.search_url is None:
             raise ValueError(
                 "GenerationConfig.search_url is not set, but a row searches. Set it to the URL of a retriever."
             )
-        # In a new thread: the caller's thread may have a running event loop.
+        # In a new thread, because the caller's thread may have a running event loop.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(lambda: asyncio.run(self._retrieve(queries))).result()
 
@@ -185,18 +193,19 @@ class LLMGenerationManager:
                 documents.append(result[0])
         return documents
 
-    def _to_batch(self, rows: Sequence[_Conversation], gen_batch: DataProto) -> DataProto:
+    def _to_batch(self, conversations: Sequence[_Conversation], gen_batch: DataProto) -> DataProto:
         batch = rows_from_trajectories(
-            [Trajectory(str(number), 0, [row.row]) for number, row in enumerate(rows)], self.tokenizer.pad_token_id
+            [Trajectory(str(number), 0, [conversation.row]) for number, conversation in enumerate(conversations)],
+            self.tokenizer.pad_token_id,
         )
         batch.pop(non_tensor_batch_keys=["uid", "sample_index", "trajectory"])
         prompt = batch.batch["attention_mask"][:, : -batch.batch["responses"].shape[1]]
         batch.batch["info_mask"] = torch.cat([prompt, batch.batch["response_mask"]], dim=1)
         batch.meta_info = gen_batch.meta_info | {
-            "turns_stats": [row.turns for row in rows],
-            "active_mask": [not row.answered for row in rows],
-            "valid_action_stats": [row.valid for row in rows],
-            "valid_search_stats": [row.searches for row in rows],
+            "turns_stats": [conversation.turns for conversation in conversations],
+            "active_mask": [not conversation.answered for conversation in conversations],
+            "valid_action_stats": [conversation.valid_actions for conversation in conversations],
+            "valid_search_stats": [conversation.searches for conversation in conversations],
             "search_failures": self._search_failures,
         }
         return batch
@@ -207,8 +216,8 @@ _TURN_COLUMNS = {"token_ids": "responses", "log_probs": "rollout_log_probs", "ve
 
 
 def _left_padded(contexts: Sequence[Sequence[int]], pad: int) -> DataProto:
-    """A batch of prompts. Sampling noise is derived from `uid`, a hash of the context, and `sample_index`, the number
-    of equal contexts before it."""
+    """Return a batch of prompts. Sampling noise is derived from `uid`, a hash of the context, and `sample_index`, the
+    number of equal contexts before it."""
     width = max(map(len, contexts))
     ids = torch.tensor([[pad] * (width - len(context)) + list(context) for context in contexts])
     mask = torch.tensor([[0] * (width - len(context)) + [1] * len(context) for context in contexts])

@@ -43,7 +43,7 @@ _TRUNCATED = "...(truncated)..."
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of one call."""
+    """The result of one tool call."""
 
     text: str
     """The tool response that the model reads, or the error message."""
@@ -59,9 +59,9 @@ class CallLimits:
     """Limits of every call of every tool."""
 
     timeout_s: float
-    """Maximum duration of a call, and of each wait for its start."""
+    """Maximum duration of a call, of each wait before its start (`CallThrottle`), of `calc_reward` and of `release`."""
     max_characters: int
-    """Maximum length of a tool response; the rest is cut off."""
+    """Maximum length of a tool response, without the mark of the cut (`truncate_text`)."""
     truncate_side: str
     """See `truncate_text`."""
 
@@ -94,20 +94,21 @@ class ToolSession:
         tools: Mapping[str, LoadedTool],
         kwargs: Mapping[str, Mapping[str, Any]],
         limits: CallLimits,
-        releasing: set[asyncio.Task[None]],
+        release_tasks: set[asyncio.Task[None]],
     ) -> None:
-        """`kwargs`: the row's `tools_kwargs`: by tool, the keywords of its methods (`create_kwargs`, …).
+        """`tools`: by name. `kwargs`: the row's `tools_kwargs`: by tool, the keywords of its methods (`create_kwargs`,
+        …).
 
-        `releasing`: a set of the caller that contains the tasks of `close` until they have ended.
+        `release_tasks`: a set of the caller, to which `close` adds its tasks; they are removed when they end.
         """
         self._tools = tools
         self._kwargs = kwargs
         self._limits = limits
-        self._releasing = releasing
+        self._release_tasks = release_tasks
         self._creations: dict[str, asyncio.Task[str]] = {}
-        """By called tool: the task that creates its instance and returns the instance's id."""
+        """By tool that was called: the task that calls its `create` and returns the id of the instance."""
         self._proposed_ids: dict[str, str] = {}
-        """By called tool: the id that `create` received; it may return another one."""
+        """By tool that was called: the id passed to `create`, which may return another one."""
         self.failures: Counter[str] = Counter()
         """Number of failed calls by `ToolResult.failure`, and of failed `calc_reward` and `release` calls."""
         self.statistics: dict[str, dict[str, float]] = {}
@@ -127,7 +128,7 @@ class ToolSession:
         await self.close()
 
     async def call(self, call: ToolCall, agent_data: Any = None) -> ToolResult:
-        """Run one call. Errors of the tool, or in the model's call, become a result with `failure`: none is raised."""
+        """Run one call. Does not raise: errors of the tool and invalid calls become a result with `failure`."""
         start = time.monotonic()
         try:
             result = await self._run(call, agent_data)
@@ -143,11 +144,11 @@ class ToolSession:
         return replace(result, text=truncate_text(result.text, limits.max_characters, limits.truncate_side))
 
     async def calc_rewards(self) -> dict[str, float]:
-        """Return the reward of the trajectory by tool, for all called tools that override `calc_reward`."""
+        """Return the results of `calc_reward` by tool, for the tools that were called and override it."""
         rewards = {}
         for name, task in list(self._creations.items()):  # a copy: a call that is still running may add a tool
             loaded = self._tools[name]
-            if not loaded.has_reward or not _created(task):
+            if not loaded.has_reward or not _has_succeeded(task):
                 continue
             try:
                 rewards[name] = float(await self._call_method(loaded, "calc_reward", task.result()))
@@ -156,11 +157,11 @@ class ToolSession:
         return rewards
 
     async def close(self) -> None:
-        """Release every instance. If this is cancelled, the releases continue; `Toolbox.close` waits for them."""
+        """Release all instances. If the caller is cancelled, the releases continue; `Toolbox.close` waits for them."""
         tasks = [asyncio.ensure_future(self._release(name)) for name in list(self._creations)]
         for task in tasks:
-            self._releasing.add(task)
-            task.add_done_callback(self._releasing.discard)
+            self._release_tasks.add(task)
+            task.add_done_callback(self._release_tasks.discard)
         await asyncio.shield(asyncio.gather(*tasks))
 
     async def _run(self, call: ToolCall, agent_data: Any) -> ToolResult:
@@ -190,7 +191,7 @@ class ToolSession:
     async def _execute(self, loaded: LoadedTool, arguments: dict[str, Any], agent_data: Any) -> Any:
         instance = await self._instance(loaded)
         execute = loaded.tool.execute
-        keywords = {"agent_data": agent_data, **self._row_kwargs(loaded, "execute_kwargs")}
+        keywords = {"agent_data": agent_data, **self._method_kwargs(loaded, "execute_kwargs")}
         return await call_user_function(execute, instance, arguments, **accepted_keywords(execute, keywords))
 
     async def _instance(self, loaded: LoadedTool) -> str:
@@ -199,14 +200,14 @@ class ToolSession:
         Concurrent calls share one creation. A failed creation is repeated by the next call.
         """
         task = self._creations.get(loaded.name)
-        if task is None or (task.done() and not _created(task)):
+        if task is None or (task.done() and not _has_succeeded(task)):
             task = self._creations[loaded.name] = asyncio.ensure_future(self._create(loaded))
         # A call that times out does not cancel the creation: the next call and `close` use it.
         return await asyncio.shield(task)
 
     async def _create(self, loaded: LoadedTool) -> str:
         """Call the tool's `create`; return the id that it returns (`id` or `(id, response)`), or the proposed one."""
-        kwargs = self._row_kwargs(loaded, "create_kwargs")
+        kwargs = self._method_kwargs(loaded, "create_kwargs")
         proposed = self._proposed_ids[loaded.name] = uuid4().hex
         create = loaded.tool.create
         parameters = inspect.signature(create).parameters
@@ -218,13 +219,14 @@ class ToolSession:
         return proposed if returned_id is None else returned_id
 
     async def _release(self, name: str) -> None:
-        """Release the instance of a tool, also if its creation does not end in time: it may hold resources already."""
+        """Release the instance of a tool. A creation that does not end in time is cancelled and its instance released,
+        too: it may hold resources already."""
         task = self._creations.pop(name)
         loaded = self._tools[name]
         if not task.done():
             await asyncio.wait({task}, timeout=self._limits.timeout_s)
         timed_out = task.cancel()  # False if the task has ended
-        if not timed_out and not _created(task):
+        if not timed_out and not _has_succeeded(task):
             return
         try:
             await self._call_method(loaded, "release", self._proposed_ids[name] if timed_out else task.result())
@@ -232,12 +234,13 @@ class ToolSession:
             self._count_failure(loaded, "release", error)
 
     async def _call_method(self, loaded: LoadedTool, method: str, instance: str) -> Any:
+        """Call `calc_reward` or `release` of a tool with the keywords of the row that it accepts."""
         function = getattr(loaded.tool, method)
-        keywords = accepted_keywords(function, self._row_kwargs(loaded, f"{method}_kwargs"))
+        keywords = accepted_keywords(function, self._method_kwargs(loaded, f"{method}_kwargs"))
         return await wait_with_timeout(self._limits.timeout_s, call_user_function(function, instance, **keywords))
 
-    def _row_kwargs(self, loaded: LoadedTool, kind: str) -> dict[str, Any]:
-        """Return the row's keywords for a tool. `kind`: create_kwargs, execute_kwargs, …"""
+    def _method_kwargs(self, loaded: LoadedTool, kind: str) -> dict[str, Any]:
+        """Return the row's keywords for a method of a tool. `kind`: create_kwargs, execute_kwargs, …"""
         return dict((self._kwargs.get(loaded.name) or {}).get(kind) or {})
 
     def _count_failure(self, loaded: LoadedTool, method: str, error: Exception) -> None:
@@ -260,10 +263,10 @@ def _as_result(response: Any) -> ToolResult:
         raise ValueError(f"its reward {reward!r} is not a number") from None
     if reward is not None and not math.isfinite(reward):
         raise ValueError(f"its reward {reward!r} is not finite")
-    return ToolResult(_text_of(response), reward, dict(metrics or {}))
+    return ToolResult(_response_text(response), reward, dict(metrics or {}))
 
 
-def _text_of(response: Any) -> str:
+def _response_text(response: Any) -> str:
     """Return the text of a tool's response. Values of other types are written as JSON."""
     if isinstance(response, ToolResponse):
         return response.text or ""
@@ -277,10 +280,11 @@ def _text_of(response: Any) -> str:
 
 
 def _call_failed(kind: str, name: str, cause: str) -> CallFailed:
+    """Return the error of a call with the message that the model reads."""
     return CallFailed(f"Error executing tool '{name}': {cause}", kind)
 
 
-def _created(task: asyncio.Task[str]) -> bool:
+def _has_succeeded(task: asyncio.Task[str]) -> bool:
     """Return whether a creation has ended without an error."""
     return task.done() and not task.cancelled() and task.exception() is None
 
@@ -303,7 +307,7 @@ class RateLimiter:
         """Time at which the bucket is full if there are no more starts."""
 
     def reserve(self, now: float) -> float:
-        """Reserve a start; return the seconds until it."""
+        """Reserve the next start; return the seconds to wait for it."""
         self._full_at = max(self._full_at, now) + 1 / self.per_second
         return max(0.0, self._full_at - now - self._seconds_to_fill)
 
@@ -327,8 +331,8 @@ class CallThrottle:
 
     @asynccontextmanager
     async def slot(self, timeout_s: float) -> AsyncIterator[None]:
-        """Context manager of a running call. Raises CallLimitError if one of the limits would delay the call by more
-        than `timeout_s`."""
+        """Wait until a call may start, and count it as running until the context ends. Raises CallLimitError if one of
+        the limits would delay the call by more than `timeout_s`."""
         try:
             if self._slots is not None:
                 await asyncio.wait_for(self._slots.acquire(), timeout_s)
@@ -355,7 +359,7 @@ class CallThrottle:
 
 
 def truncate_text(text: str, length: int, side: str) -> str:
-    """Cut a text to `length` characters and mark the cut.
+    """Truncate a text to `length` characters, in addition to a mark where it was cut.
 
     `side`: the part to keep: left (beginning), right (end) or middle (both ends, without the middle).
     """

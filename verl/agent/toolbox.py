@@ -256,7 +256,7 @@ class Toolbox:
         self._servers = servers or McpServers()
         self.interactions = interactions or InteractionSet({}, limits.timeout_s)
         """The simulated users."""
-        self._releasing: set[asyncio.Task[None]] = set()
+        self._release_tasks: set[asyncio.Task[None]] = set()
         self._unknown_names: set[str] = set()
 
     @classmethod
@@ -306,12 +306,12 @@ class Toolbox:
             if kwargs[name]:
                 self._unknown_names.add(name)
                 logger.warning("extra_info.tools_kwargs.%s has no effect: there is no such tool.", name)
-        return ToolSession(tools, kwargs, self._limits, self._releasing)
+        return ToolSession(tools, kwargs, self._limits, self._release_tasks)
 
     async def close(self) -> None:
         """Wait for running releases of tool instances, and close the connections to MCP servers."""
-        if self._releasing:
-            await asyncio.wait(set(self._releasing), timeout=self._limits.timeout_s)
+        if self._release_tasks:
+            await asyncio.wait(set(self._release_tasks), timeout=self._limits.timeout_s)
         await asyncio.to_thread(self._servers.close)
 
     def _selected(self, selection: Sequence[str] | None, where: str) -> dict[str, LoadedTool]:

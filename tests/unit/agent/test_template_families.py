@@ -84,23 +84,23 @@ def test_the_template_names_the_end_tokens_that_the_model_samples(family):
 class Duplicating(Chat):
     """Closes a turn although the model has ended it with another token."""
 
-    def suffix(self, messages, answer=()):
-        return super().suffix(messages, () if answer and answer[-1] != self.encode("<|eot_id|>")[0] else answer)
+    def suffix(self, messages, turn=()):
+        return super().suffix(messages, () if turn and turn[-1] != self.encode("<|eot_id|>")[0] else turn)
 
 
 class Losing(Chat):
     """Takes the next role token for the end token of the turn."""
 
-    def suffix(self, messages, answer=()):
+    def suffix(self, messages, turn=()):
         suffix = super().suffix(messages)
-        return suffix[1:] if answer and answer[-1] in self.end_ids else suffix
+        return suffix[1:] if turn and turn[-1] in self.end_ids else suffix
 
 
 class Leaking(Chat):
     """Writes the end of the probe's tool call once more."""
 
-    def suffix(self, messages, answer=()):
-        return self.encode("</tool_call>") * (messages[0]["role"] == "tool") + super().suffix(messages, answer)
+    def suffix(self, messages, turn=()):
+        return self.encode("</tool_call>") * (messages[0]["role"] == "tool") + super().suffix(messages, turn)
 
 
 @pytest.mark.parametrize(

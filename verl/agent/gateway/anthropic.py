@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
-from verl.agent.gateway.answer import Answer
+from verl.agent.gateway.streamed_response import StreamedResponse
 from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import ParsedRequest
 from verl.inference.serving.openai_responses import ResponseChunk
@@ -190,7 +190,7 @@ class AnthropicFormatter:
 
     ping = 'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, parsed: ParsedRequest, answer: Answer, tokenizer: Any) -> None:
+    def __init__(self, parsed: ParsedRequest, response: StreamedResponse, tokenizer: Any) -> None:
         self._base = {
             "id": f"msg_{uuid.uuid4().hex[:24]}",
             "type": "message",
@@ -199,13 +199,13 @@ class AnthropicFormatter:
             "stop_reason": None,
             "stop_sequence": None,
         }
-        self._answer, self._prompt_tokens = answer, sum(map(len, parsed.prompts))
+        self._response, self._prompt_tokens = response, sum(map(len, parsed.prompts))
         self._blocks, self._text_open = 0, False
 
     def whole(self, chunk: ResponseChunk) -> str:
         content = [{"type": "text", "text": chunk.text}] if chunk.text else []
         content += [_block(call, json.loads(call["function"]["arguments"])) for call in chunk.calls]
-        usage = self._usage(len(self._answer.output.token_ids))
+        usage = self._usage(len(self._response.output.token_ids))
         return json.dumps(
             {**self._base, "content": content, "usage": usage, **self._stop_fields(chunk)}, ensure_ascii=False
         )
@@ -227,7 +227,7 @@ class AnthropicFormatter:
             events += self._delta({"type": "input_json_delta", "partial_json": call["function"]["arguments"]})
             events += self._close()
         if chunk.finish_reason:
-            usage = {"output_tokens": len(self._answer.output.token_ids)}
+            usage = {"output_tokens": len(self._response.output.token_ids)}
             events += _event("message_delta", delta=self._stop_fields(chunk), usage=usage)
         return events
 
@@ -248,7 +248,7 @@ class AnthropicFormatter:
         return _event("content_block_stop", index=self._blocks - 1)
 
     def _stop_fields(self, chunk: ResponseChunk) -> dict[str, Any]:
-        stopped = self._answer.stop_string if chunk.finish_reason == "stop" else None
+        stopped = self._response.stop_string if chunk.finish_reason == "stop" else None
         reason = "stop_sequence" if stopped else _STOP_REASONS[chunk.finish_reason or "stop"]
         return {"stop_reason": reason, "stop_sequence": stopped}
 

@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.anthropic import AnthropicFormatter, anthropic_error
 from verl.agent.gateway.requests import MESSAGES
 from verl.agent.gateway.session import GatewaySession, Model, Sessions
+from verl.agent.gateway.streamed_response import StreamedResponse
 from verl.inference.serving.api import ApiError, openai_error
 from verl.inference.serving.openai_requests import CHAT, ParsedRequest
 from verl.inference.serving.openai_responses import ResponseChunk, ResponseEncoder
@@ -146,10 +146,11 @@ class GatewayApp:
             gateway_request = await model.read(api, request_body(request))
             node, chat = await session.add_request(gateway_request, model), gateway_request.chat
             parsed = replace(chat.generation, prompts=[node.prompt_ids])
-            answer = Answer(chat, gateway_request.reads_calls, model.parser, model.tokenizer, await model.ends(chat))
-            formatter = (AnthropicFormatter if api == MESSAGES else OpenAIFormatter)(parsed, answer, model.tokenizer)
+            ends = await model.ends(chat)
+            response = StreamedResponse(chat, gateway_request.parse_calls, model.parser, model.tokenizer, ends)
+            formatter = (AnthropicFormatter if api == MESSAGES else OpenAIFormatter)(parsed, response, model.tokenizer)
             (engine_request,) = parsed.requests(model.model_info.max_model_len)
-            chunks = session.answer(node, engine_request, answer)
+            chunks = session.respond(node, engine_request, response)
             if not parsed.stream:
                 return await _complete(chunks, formatter)
         return GeneratorResponse(self._events(session, chunks, formatter), media_type="text/event-stream")
@@ -231,12 +232,12 @@ class OpenAIFormatter:
 
     ping = ": ping\n\n"
 
-    def __init__(self, parsed: ParsedRequest, answer: Answer, tokenizer: Any) -> None:
-        self._answer, self._usage = answer, parsed.include_usage
+    def __init__(self, parsed: ParsedRequest, response: StreamedResponse, tokenizer: Any) -> None:
+        self._response, self._usage = response, parsed.include_usage
         self._encoder = ResponseEncoder(parsed, True, tokenizer)
 
     def whole(self, chunk: ResponseChunk) -> str:
-        before, after = self._encoder.frame(len(self._answer.output.token_ids))
+        before, after = self._encoder.frame(len(self._response.output.token_ids))
         return before + self._encoder.choice(chunk) + after
 
     def begin(self) -> str:
@@ -246,7 +247,7 @@ class OpenAIFormatter:
         return f"data: {self._encoder.chunk(chunk)}\n\n"
 
     def end(self) -> str:
-        usage = self._encoder.usage_chunk(len(self._answer.output.token_ids)) if self._usage else ""
+        usage = self._encoder.usage_chunk(len(self._response.output.token_ids)) if self._usage else ""
         return f"data: {usage}\n\ndata: [DONE]\n\n" if usage else "data: [DONE]\n\n"
 
     def error(self, error: HttpError) -> str:

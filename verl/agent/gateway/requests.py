@@ -38,8 +38,8 @@ class GatewayRequest:
     """A parsed and validated request."""
 
     chat: ParsedChatRequest
-    reads_calls: bool
-    """Whether tool calls are parsed from the answer."""
+    parse_calls: bool
+    """Whether tool calls are parsed from the response."""
     scope: str
     digests: list[str]
     """`prefix_digests` of the messages."""

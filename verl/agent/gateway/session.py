@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agent.chat import ChatSettings
-from verl.agent.gateway.answer import Answer
 from verl.agent.gateway.requests import GatewayRequest, check_body, end_ids, prompt_ids, read_request, suffix_ids
+from verl.agent.gateway.streamed_response import StreamedResponse
 from verl.agent.gateway.tree import Message, RequestNode, ResponseNode, Tree
 from verl.inference.serving.api import ApiError
 from verl.inference.serving.openai_requests import HeavyRequest, ModelInfo, ParsedChatRequest, check_length
@@ -220,7 +220,9 @@ class GatewaySession:
             if not self._tasks:
                 self._idle.set()
 
-    async def answer(self, node: RequestNode, request: Request, answer: Answer) -> AsyncGenerator[ResponseChunk, None]:
+    async def respond(
+        self, node: RequestNode, request: Request, response: StreamedResponse
+    ) -> AsyncGenerator[ResponseChunk, None]:
         """Generate the response in chunks. It is added to the tree before the last chunk is yielded."""
         finished, requested_at = False, len(self.tree.nodes)
         try:
@@ -228,10 +230,10 @@ class GatewaySession:
                 async for piece in pieces:
                     if piece.finish_reason == "abort":
                         raise ApiError("generation was stopped. Send the request again.", status=503)
-                    chunk = answer.push(piece)
+                    chunk = response.push(piece)
                     finished = chunk.finish_reason is not None
                     if finished:
-                        self.tree.add_response(node, answer.output, answer.reply, requested_at)
+                        self.tree.add_response(node, response.output, response.reply, requested_at)
                     yield chunk
         except ValueError as error:  # the engine rejects the request
             raise ApiError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Answer: converts the streamed tokens of a response to text and tool calls for the client."""
+"""StreamedResponse: converts the streamed tokens of a response to text and tool calls for the client."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from verl.inference.serving.response_text import TextStream
 from verl.types.request import Output
 from verl.utils.tool_calls import Parser
 
-__all__ = ["Answer"]
+__all__ = ["StreamedResponse"]
 
-# In every format a call begins with one of these. Text before them can be sent immediately.
+# Tool calls of every format begin with one of these characters. Text before them can be sent immediately.
 _CALL_START = re.compile(r"[<{]")
 
 
-class Answer:
-    """Takes pieces of an output and returns the new parts for the client. Tool calls are parsed after the last piece;
-    malformed ones are sent as text.
+class StreamedResponse:
+    """Collects the pieces of an output and returns the new parts for the client. Tool calls are parsed after the last
+    piece. If one is malformed, the whole response is sent as text.
     """
 
     def __init__(
-        self, chat: ParsedChatRequest, reads_calls: bool, parser: Parser, tokenizer: Any, ends: frozenset[int]
+        self, chat: ParsedChatRequest, parse_calls: bool, parser: Parser, tokenizer: Any, end_token_ids: frozenset[int]
     ) -> None:
+        """`parse_calls`: whether tool calls are parsed; otherwise they stay text. `end_token_ids`: tokens that end a
+        turn and are not part of its text."""
         self.output = Output(finish_reason="")
+        """All pieces so far."""
         self.reply: Message = {"role": "assistant", "content": ""}
-        """The message that the client received; complete after the last part."""
-        self._reads_calls = reads_calls
-        self._text = TextStream(tokenizer, chat.generation.params.stop, special=reads_calls)
+        """The message that the client received; complete after the last chunk."""
+        self._should_parse_calls = parse_calls
+        self._text = TextStream(tokenizer, chat.generation.params.stop, special=parse_calls)
         self._text_so_far, self._sent = chat.generation.forced_prefix, ""
-        self._tools, self._parser, self._ends = chat.tools, parser, ends
+        self._tools, self._parser, self._end_token_ids = chat.tools, parser, end_token_ids
         self._unsent: list[Token] = []
         self._unsent_end: list[int] = []
         # Position at which a call may begin; None if the first `_searched` characters have none.
@@ -47,7 +50,7 @@ class Answer:
         return self._text.stopped
 
     def push(self, piece: Output) -> ResponseChunk:
-        """Add a piece; return the text that is final by now. The last chunk has a finish reason."""
+        """Add a piece; return the new text that later pieces cannot change. The last chunk has a finish reason."""
         self._append(piece)
         self._unsent += sampled_tokens(piece)
         self._text_so_far += self._text.push(self._content(piece.token_ids))
@@ -67,9 +70,9 @@ class Answer:
         return chunk
 
     def _content(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens to decode. A trailing end token is held back and decoded only if the response continues."""
+        """Return the tokens to decode. An end token in last position is decoded only if the response continues."""
         tokens = [*self._unsent_end, *token_ids]
-        self._unsent_end = tokens[-1:] if tokens and tokens[-1] in self._ends else []
+        self._unsent_end = tokens[-1:] if tokens and tokens[-1] in self._end_token_ids else []
         return tokens[: len(tokens) - len(self._unsent_end)]
 
     def _append(self, piece: Output) -> None:
@@ -78,8 +81,8 @@ class Answer:
         self.output.finish_reason = piece.finish_reason
 
     def _final_text(self) -> str:
-        """The part of the text that cannot become part of a call."""
-        if not self._reads_calls:
+        """Return the text that cannot be part of a tool call."""
+        if not self._should_parse_calls:
             return self._text_so_far
         if self._call_start is None:
             match = _CALL_START.search(self._text_so_far, self._searched)
@@ -89,7 +92,8 @@ class Answer:
         return self._text_so_far[: self._call_start].rstrip()
 
     def _parse_calls(self) -> tuple[str, list[dict[str, Any]]]:
-        if not self._reads_calls:
+        """Return the text without tool calls, and the calls in the format of the OpenAI API."""
+        if not self._should_parse_calls:
             return self._text_so_far, []
         content, calls = self._parser.parse(self._text_so_far, self._tools)
         if any(call.error for call in calls):
