@@ -1,7 +1,9 @@
-"""Log-probs and entropies computed from hidden states in chunks, without materializing all logits.
+"""Log-probs and entropies computed from hidden states in chunks, without materializing all logits (fused linear
+cross-entropy).
 
 The backward pass recomputes the logits of each chunk and replaces them by their gradient, so a call saves only its
-inputs and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch.
+inputs and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch. `d_x` is
+the gradient of the loss with respect to `x`.
 """
 
 from __future__ import annotations
@@ -41,11 +43,12 @@ def label_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of `labels` [N] at `hidden` [N, H] with the head `weight` [vocab, H], and entropies [N].
 
-    Labels, and then log-probs, may be [N, K]; labels outside the vocabulary have log-prob -inf. Inputs are multiplied
-    in their dtype; logits and results are float32 (float64 for float64 inputs). `adjust` is applied before
-    `temperature`. `hidden`, `weight` and `bias` get gradients; second derivatives are not supported. With
-    `vocab_group`, whose ranks divide the vocabulary, `weight` and `bias` are this rank's part (possibly empty), labels
-    are relative to its start, and hidden states and their gradients are the same on every rank.
+    `labels` may be [N, K]: log-probs then are, too. Labels outside the vocabulary have log-prob -inf. Inputs are
+    multiplied in their dtype; logits and results are float32 (float64 for float64 inputs). `chunk_rows`: rows of a
+    chunk. `adjust` is applied before `temperature`. `hidden`, `weight` and `bias` get gradients; second derivatives
+    are not supported. With `vocab_group`, whose ranks divide the vocabulary, `weight` and `bias` are this rank's part
+    (possibly empty), labels are relative to its start, and hidden states and their gradients are the same on every
+    rank.
     """
     rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), wide_dtype(hidden.dtype).itemsize, hidden.device.type)
     return _LabelStatistics.apply(
@@ -67,7 +70,7 @@ def chunk_gradients_(
     [rows, K], all others [rows].
 
     With p the softmax: d_log_prob (1[label] - p) - d_entropy p (log p + entropy), times the derivative of adjustment
-    and temperature. `log_sum_exp` and `entropy` are of the whole vocabulary.
+    and temperature. `log_sum_exp` and `entropy` are those of the whole vocabulary, also if `logits` are a part of it.
     """
     x = scale_logits_(logits, temperature, adjust)
     slope = None
@@ -149,7 +152,7 @@ def _add_at_labels_(x: torch.Tensor, labels: torch.Tensor, values: torch.Tensor)
 
 
 class _LabelStatistics(torch.autograd.Function):
-    """(hidden, weight, bias, …) -> (log_probs, entropy or None)."""
+    """The autograd function of `label_statistics`: (hidden, weight, bias, …) -> (log_probs, entropy or None)."""
 
     @staticmethod
     def forward(
@@ -236,8 +239,8 @@ class _GradientSums:
         self._buffer: torch.Tensor | None = None
 
     def buffer(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return a tensor for the gradient of these logits, in the dtype of the matmuls: `logits` itself if it has this
-        dtype, otherwise a buffer that all chunks share."""
+        """Return a tensor to which the gradient of these logits is written, in the dtype of the matmuls: `logits`
+        itself if it has this dtype, otherwise a buffer that all chunks share."""
         if logits.dtype == self._hidden.dtype:
             return logits
         if self._buffer is None:  # the first chunk is the largest
@@ -245,7 +248,7 @@ class _GradientSums:
         return self._buffer[: len(logits), : logits.shape[1]]
 
     def add(self, rows: slice, d_logits: torch.Tensor) -> None:
-        """Add the gradients that result from those of the logits of these rows."""
+        """Add the gradients of a chunk: `d_logits` are those of the logits of `rows`."""
         if self._d_hidden is not None:
             torch.mm(d_logits, self._weight, out=self._d_hidden[rows])
         if self._d_weight is not None:
@@ -255,7 +258,7 @@ class _GradientSums:
         self._started = True
 
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of hidden, weight and bias; 0 if there was no chunk."""
+        """Return the gradients of hidden, weight and bias; zeros if there was no chunk (an empty batch)."""
         for total in (self._d_hidden, self._d_weight):
             if total is not None and not self._started:
                 total.zero_()

@@ -25,14 +25,15 @@ from verl.utils.device import copy_to_device
 
 
 def prefix_order(rows: Sequence[bytes], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows in depth-first order [b], and for each of them the tokens shared with the row before it [b].
+    """Return the indices of the rows in depth-first order [b], and for each of them the number of tokens that it shares
+    with the row before it [b].
 
     `rows`: the tokens of each row as `width` bytes per token; tokens are equal if their bytes are. Equal rows keep
     their order.
     """
     order = sorted(range(len(rows)), key=rows.__getitem__)
     arrays = [np.frombuffer(rows[row], dtype=np.uint8) for row in order]
-    shared = [0, *(_common(arrays[i - 1], arrays[i]) // width for i in range(1, len(order)))]
+    shared = [0, *(_common_length(arrays[i - 1], arrays[i]) // width for i in range(1, len(order)))]
     return np.array(order, dtype=np.int64), np.array(shared[: len(order)], dtype=np.int64)
 
 
@@ -44,8 +45,8 @@ def token_bytes(ids: np.ndarray, experts: np.ndarray | None = None) -> np.ndarra
     return np.concatenate(parts, axis=-1)
 
 
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the number of leading entries that are equal."""
+def _common_length(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the longest common prefix."""
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     first = int(different.argmax()) if length else 0
@@ -56,13 +57,13 @@ class PrefixTree:
     """The prefix tree of rows that are given in depth-first order."""
 
     def __init__(self, lengths: np.ndarray, shared: np.ndarray) -> None:
-        """`lengths` [b]: tokens of each row, at least 1. `shared` [b]: tokens it shares with the row before it."""
+        """`lengths` [b]: number of tokens of each row, at least 1. `shared` [b]: number of its shared tokens."""
         self.lengths = lengths
         self.shared = shared
 
     @property
     def node_lengths(self) -> np.ndarray:
-        """[b]: tokens of each row's node; 0 if the row adds none."""
+        """[b]: number of tokens of each row's node; 0 if the row adds none."""
         return self.lengths - self.shared
 
     @property
@@ -72,12 +73,12 @@ class PrefixTree:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """[b + 1]: first computed token of each row's node; then their number."""
+        """[b + 1]: index of the first computed token of each row's node; the last entry is `total`."""
         return np.concatenate([[0], self.node_lengths.cumsum()])
 
     @cached_property
     def paths(self) -> list[np.ndarray]:
-        """For each row the computed tokens of its path [length]."""
+        """For each row the indices of the computed tokens of its path [length]."""
         paths: list[np.ndarray] = []
         for row, shared in enumerate(self.shared.tolist()):
             own = np.arange(self.starts[row], self.starts[row + 1])
@@ -85,93 +86,106 @@ class PrefixTree:
         return paths
 
     def padded(self, extra: int) -> PrefixTree:
-        """Return the tree with one more row of `extra` tokens that shares none."""
+        """Return the tree with one more row, of `extra` tokens that are not shared."""
         return PrefixTree(np.append(self.lengths, extra), np.append(self.shared, 0))
 
 
 TreeAttention = Literal["gather", "merge"]
-"""Implementations of attention over a tree on CUDA, see `verl.models.attention`."""
+"""Implementations of attention over a tree on CUDA (`verl.models.attention`). `gather` copies the keys of every path;
+`merge` computes attention to the node and to the shared tokens separately and merges the results."""
+
+# Fields of TreeParts that are tensors of token indices, and tensors of starts; the other fields are numbers.
+_INDEX_FIELDS, _TENSOR_FIELDS = 3, 7
 
 
 class TreeArguments(NamedTuple):
-    """What the attention kernels need to know about a tree. One compiled graph takes the three tensors of any tree;
-    on separate arguments torch.compile would specialise if they are 0 or 1, or equal by chance."""
+    """`TreeParts` packed into three tensors, so that torch.compile makes one graph for all trees: it would specialise
+    on separate arguments that are 0 or 1, or equal by chance."""
 
     index: torch.Tensor
-    """Computed tokens: `TreeParts.path_keys`, `prefix_queries` and `prefix_keys`."""
+    """The concatenated `path_keys`, `prefix_queries` and `prefix_keys`."""
     starts: torch.Tensor
-    """int32: starts of nodes, paths, and queries and keys of groups."""
+    """int32: the concatenated `*_starts`."""
     sizes: torch.Tensor
-    """On the host: the lengths of these parts, and the other numbers of `TreeParts`."""
+    """On the host: the lengths of the concatenated tensors, then the numbers of `TreeParts`."""
 
     @staticmethod
-    def of(parts: TreeParts, device: torch.device) -> TreeArguments:
+    def from_parts(parts: TreeParts, device: torch.device) -> TreeArguments:
         index = np.concatenate([parts.path_keys, parts.prefix_queries, parts.prefix_keys])
         starts = np.concatenate(
             [parts.node_starts, parts.path_starts, parts.prefix_query_starts, parts.prefix_key_starts]
         )
-        lengths = [len(part) for part in parts[:7]]
+        lengths = [len(part) for part in parts[:_TENSOR_FIELDS]]
         tensors = torch.from_numpy(index), torch.from_numpy(starts)
         index_on_device, starts_on_device = copy_to_device(tensors, device)
         for tensor in (index_on_device, starts_on_device):
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return TreeArguments(index_on_device, starts_on_device, torch.tensor([*lengths, *parts[7:]]))
+        return TreeArguments(index_on_device, starts_on_device, torch.tensor([*lengths, *parts[_TENSOR_FIELDS:]]))
 
     def parts(self) -> TreeParts:
-        """Return the parts as views. Reads `sizes`."""
+        """Return the parts; tensors are views."""
         sizes = self.sizes.tolist()
-        return TreeParts(*self.index.split(sizes[:3]), *self.starts.split(sizes[3:7]), *sizes[7:])
+        index = self.index.split(sizes[:_INDEX_FIELDS])
+        starts = self.starts.split(sizes[_INDEX_FIELDS:_TENSOR_FIELDS])
+        return TreeParts(*index, *starts, *sizes[_TENSOR_FIELDS:])
 
 
 class TreeParts(NamedTuple):
-    """Arguments of the attention kernels for a tree: tensors, or arrays on the host."""
+    """Arguments of the attention kernels for a tree: tensors, or arrays on the host.
+
+    A *group* consists of the nodes whose rows have the same shared tokens.
+    """
 
     path_keys: Any
-    """[sum of paths]: computed tokens of the path of every node's row; the last ones are the node itself. Used by
-    `gather`."""
+    """[sum of paths]: indices of the computed tokens of every node's path, whose last tokens are the node itself. Used
+    by `gather`."""
     prefix_queries: Any
-    """[n]: computed tokens of nodes with shared tokens, grouped by these: each attends to all keys of its group. Used
-    by `merge`."""
+    """[n]: indices of the computed tokens of the nodes of each group, which attend to all keys of the group. Used by
+    `merge`."""
     prefix_keys: Any
-    """[m]: the shared tokens of each group."""
+    """[m]: indices of the shared tokens of each group. Used by `merge`."""
     node_starts: Any
-    """[nodes + 1]: first computed token of each node; then their number."""
+    """[nodes + 1]: index of the first computed token of each node; the last entry is their number."""
     path_starts: Any
-    """[nodes + 1]: where the paths begin in `path_keys`."""
+    """[nodes + 1]: start of each path in `path_keys`."""
     prefix_query_starts: Any
+    """[groups + 1]: start of each group in `prefix_queries`."""
     prefix_key_starts: Any
+    """[groups + 1]: start of each group in `prefix_keys`."""
     longest_node: int
     longest_path: int
     most_queries: int
-    """Of a group."""
+    """Largest number of queries of a group."""
     longest_prefix: int
+    """Largest number of keys of a group."""
     merges: bool
-    """`merge` or `gather`."""
+    """Whether the implementation is `merge`; otherwise it is `gather`."""
 
     @property
     def node_seqlens(self) -> Seqlens:
-        """Of every node alone."""
+        """For attention within each node."""
         return self.node_starts, self.node_starts, self.longest_node, self.longest_node
 
     @property
     def path_seqlens(self) -> Seqlens:
-        """Of nodes (queries) and paths (keys)."""
+        """For attention of nodes (queries) to their paths (keys)."""
         return self.node_starts, self.path_starts, self.longest_node, self.longest_path
 
     @property
     def prefix_seqlens(self) -> Seqlens:
-        """Of the queries and keys of each group."""
+        """For attention of the nodes of a group to their shared tokens."""
         return self.prefix_query_starts, self.prefix_key_starts, self.most_queries, self.longest_prefix
 
 
 class ExpandedRows(NamedTuple):
-    """Whole paths as independent sequences."""
+    """Whole paths as independent sequences, for attention implementations that do not support trees."""
 
     packing: Packing
     tokens: torch.Tensor
-    """[sum of paths] computed tokens."""
+    """[sum of paths]: indices of the computed tokens of each path."""
     own: torch.Tensor
-    """[total] place of every computed token in `tokens`, in the row whose node it belongs to."""
+    """[total]: for every computed token its position in `tokens`, within the path of the row whose node it belongs
+    to."""
 
 
 class TreePacking(Packing):
@@ -186,8 +200,8 @@ class TreePacking(Packing):
         cu_seqlens: torch.Tensor | None = None,
         sequence_parallel: SequenceParallel | None = None,
     ) -> None:
-        """`token_index` [packed tokens]: computed token of each token of the plain packed rows. `attention` overrides
-        the selection by size. `cu_seqlens` determines the device."""
+        """`token_index` [packed tokens]: index of the computed token of each token of the rows packed without sharing.
+        `attention`: None selects it by size. `cu_seqlens`: None puts them on the host; they determine the device."""
         self.tree = tree
         self.token_index = token_index
         self._attention = attention
@@ -233,10 +247,10 @@ class TreePacking(Packing):
             longest_prefix=int(key_counts.max(initial=0)),
             merges=merges,
         )
-        return TreeArguments.of(parts, self.cu_seqlens.device)
+        return TreeArguments.from_parts(parts, self.cu_seqlens.device)
 
     def _group_nodes(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return the nodes of `rows` grouped by their shared tokens: queries and keys, and their number per group."""
+        """Return queries and keys of the nodes of `rows` (see `TreeParts`), and their number per group."""
         tree = self.tree
         # A prefix is identified by its last token.
         prefixes = np.array([tree.paths[row][tree.shared[row] - 1] for row in rows])
@@ -253,30 +267,34 @@ class TreePacking(Packing):
         tree = self.tree
         lengths = tree.lengths[self._rows_with_nodes]
         paths = [tree.paths[row] for row in self._rows_with_nodes]
-        places = np.arange(lengths.sum())
-        position = places - np.repeat(lengths.cumsum() - lengths, lengths)
-        own = places[position >= np.repeat(tree.shared[self._rows_with_nodes], lengths)]
-        tokens, own_places = self._to_device(torch.from_numpy(np.concatenate(paths)), torch.from_numpy(own))
+        positions = np.arange(lengths.sum())
+        position_in_path = positions - np.repeat(lengths.cumsum() - lengths, lengths)
+        own = positions[position_in_path >= np.repeat(tree.shared[self._rows_with_nodes], lengths)]
+        tokens, own_positions = self._to_device(torch.from_numpy(np.concatenate(paths)), torch.from_numpy(own))
         packing = Packing.from_lengths(lengths.tolist())
         (starts,) = self._to_device(packing.cu_seqlens)
-        return ExpandedRows(packing.with_starts(starts), tokens, own_places)
+        return ExpandedRows(packing.with_starts(starts), tokens, own_positions)
 
     def _to_device(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         return copy_to_device(tensors, self.cu_seqlens.device)
 
 
 def _starts(lengths: np.ndarray) -> np.ndarray:
+    """Return the start of each part of a concatenation, and its end, as int32."""
     return np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
 
 
 def gather_tokens(x: torch.Tensor, index: torch.Tensor, chunks: int = 1) -> torch.Tensor:
     """Return `x.index_select(0, index)`, x [T, m, …], whose gradient is summed in float32: a shared token has one term
-    per row, and sums of many terms stagnate in half precision. `chunks` of [m] bound the memory of the sums.
+    per row, and sums of many terms stagnate in half precision. The sums are computed in `chunks` parts along dimension
+    1, which bounds their memory.
     """
     return _GatherTokens.apply(x, index, chunks)
 
 
 class _GatherTokens(torch.autograd.Function):
+    """The autograd function of `gather_tokens`."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor, chunks: int) -> torch.Tensor:
         ctx.save_for_backward(index)
@@ -320,7 +338,7 @@ def share_prefixes(
     packing = TreePacking(tree, token_index, attention)
     index = torch.from_numpy(token_index)
     owners = torch.empty(tree.total, dtype=torch.long)
-    owners[index] = torch.arange(len(index))  # any of the rows that share a token
+    owners[index] = torch.arange(len(index))  # of the rows that share a token, any one
     return replace(
         rows,
         input_ids=rows.input_ids[:, owners],
