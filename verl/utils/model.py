@@ -13,7 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def compute_position_id_with_mask(mask: torch.Tensor) -> torch.Tensor:
-    """Return position ids that count attended tokens only: `mask` [..., seq] of 0/1 → [..., seq], 0 on left padding."""
+    """Return position ids [..., seq] for an attention mask [..., seq] of 0 and 1.
+
+    Only attended tokens are counted: the first one, and left padding before it, have position 0.
+    """
     return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
 
 
@@ -45,7 +48,7 @@ def create_random_mask(
 
 
 def update_model_config(module_config: Any, override_config_kwargs: Mapping[str, Any]) -> None:
-    """Set fields of a model's configuration in place; a dict sets fields of a nested configuration."""
+    """Set fields of a model's configuration in place; a dict is merged into a nested configuration or dict."""
     for name, value in override_config_kwargs.items():
         nested = getattr(module_config, name, None)
         if isinstance(value, Mapping) and nested is not None and not isinstance(nested, Mapping):

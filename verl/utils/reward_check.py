@@ -1,4 +1,4 @@
-"""`python -m verl.utils.reward_check FILE… [--n 64] [key=value …]`: check a reward function on rows of data files.
+"""`python -m verl.utils.reward_check FILE… [--n 64] [key=value …]`: check a reward function on `n` rows of data files.
 
 The command and the Python function (`check_files`) are implemented in `verl.trainer.data_check_command` and
 `verl.trainer.data_check`, the checks themselves in `verl.workers.reward_manager.check`.

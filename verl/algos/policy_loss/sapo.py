@@ -20,10 +20,11 @@ def compute_policy_loss_sapo(
     config: ActorLike = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """-A × (4 / τ) σ(τ (ratio - 1)) per token, τ by the sign of A; tensors [batch, response].
+    """Aggregate -A × (4 / τ) σ(τ (ratio - 1)) over tokens. Tensors are [batch, response].
 
-    At ratio 1 the gradient is that of PPO; it decreases smoothly with the distance of the ratio from 1, faster with a
-    larger τ (`policy_loss.tau_pos`, `policy_loss.tau_neg`). The paper averages over sequences, seq-mean-token-mean.
+    The temperature τ is `policy_loss.tau_pos` if A > 0, otherwise `policy_loss.tau_neg`. At ratio 1 the gradient is
+    that of PPO; it decreases smoothly with the distance of the ratio from 1, faster with a larger τ. As in the paper,
+    the default aggregation is seq-mean-token-mean.
     """
     config = loss_config("sapo", config)
     inputs = mask_inputs(old_log_prob, log_prob, advantages, response_mask)

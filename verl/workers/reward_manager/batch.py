@@ -34,10 +34,10 @@ class BatchRewardManager(NaiveRewardManager):
         *,
         batch_size: int | None = None,
         timeout: float = 600.0,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         if batch_size is not None and batch_size < 1:
             raise ValueError(f"reward_model.reward_kwargs.batch_size: {batch_size} is not positive. Set 1 or more.")
         self.takes_lists = compute_score not in (None, default_compute_score)
         self.batch_size = batch_size if self.takes_lists else 1
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout=timeout, **others)
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, timeout=timeout, **kwargs)

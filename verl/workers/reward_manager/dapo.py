@@ -16,11 +16,11 @@ from verl.workers.reward_manager.scorer import Score
 
 @register_reward_manager("dapo", overlong_buffer=True)
 class DAPORewardManager(NaiveRewardManager):
-    """As `naive`, and adds `overlong_reward` of the response's length to every score.
+    """Like NaiveRewardManager, but adds `overlong_reward` of the response's length to every score.
 
-    `overlong_buffer_cfg`: `reward_model.overlong_buffer`; `max_resp_len`: the maximum response length in tokens. The
-    score without the penalty is the field `acc`, unless the reward function returns a field of that name. With
-    `overlong_buffer.log` there are also the fields `overlong` (1.0 if there is a penalty) and `overlong_reward`.
+    `overlong_buffer_cfg`: the block `reward_model.overlong_buffer`; `max_resp_len`: the maximum response length in
+    tokens. The field `acc` is the score without the penalty, unless the reward function returns a field of that name.
+    With `overlong_buffer.log` there are also the fields `overlong` (1.0 if there is a penalty) and `overlong_reward`.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class DAPORewardManager(NaiveRewardManager):
         reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
         overlong_buffer_cfg: OverlongBufferConfig | Mapping[str, Any] | None = None,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
         self.overlong_buffer = as_config(OverlongBufferConfig, overlong_buffer_cfg)
         self.max_resp_len = max_resp_len
@@ -40,7 +40,7 @@ class DAPORewardManager(NaiveRewardManager):
                 f"reward_model.overlong_buffer.len: {self.overlong_buffer.len} tokens, but the response limit is"
                 f" {max_resp_len}. Pass max_resp_len (data.max_response_length), and a buffer of at most its length."
             )
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **others)
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **kwargs)
 
     def shape_scores(self, data: DataProto, scores: Sequence[Score]) -> Sequence[Score]:
         if not self.overlong_buffer.enable:
@@ -61,5 +61,5 @@ class DAPORewardManager(NaiveRewardManager):
 
 
 def overlong_reward(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """0 up to `max_length - buffer` tokens, then decreasing linearly to `-factor` at `max_length`, and not below."""
+    """Return 0 up to `max_length - buffer` tokens, then linearly less, down to `-factor` from `max_length` on."""
     return factor * min(0.0, max(-1.0, (max_length - buffer - length) / buffer))

@@ -26,7 +26,7 @@ class PrimeRewardManager(NaiveRewardManager):
         *,
         timeout: float = 10.0,
         memory_limit_gb: float | None = 4.0,
-        **others: Any,
+        **kwargs: Any,
     ) -> None:
-        others |= {"timeout": timeout, "memory_limit_gb": memory_limit_gb}
-        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **others)
+        kwargs |= {"timeout": timeout, "memory_limit_gb": memory_limit_gb}
+        super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **kwargs)
