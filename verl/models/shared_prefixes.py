@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -94,8 +94,9 @@ TreeAttention = Literal["gather", "merge"]
 """Implementations of attention over a tree on CUDA (`verl.models.attention`). `gather` copies the keys of every path;
 `merge` computes attention to the node and to the shared tokens separately and merges the results."""
 
-# Fields of TreeParts that are tensors of token indices, and tensors of starts; the other fields are numbers.
-_INDEX_FIELDS, _TENSOR_FIELDS = 3, 7
+# The first three fields of TreeParts are tensors of token indices, the next four tensors of starts, the others numbers.
+_INDEX_FIELDS: Final = 3
+_TENSOR_FIELDS: Final = 7
 
 
 class TreeArguments(NamedTuple):
