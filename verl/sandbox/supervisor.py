@@ -1,8 +1,9 @@
 """The supervisor of a run: enforces its limits, kills all of its processes, and reports the result.
 
-A run has three processes. The supervisor (here) creates the namespaces and is invisible to the program; the init is the
-first process of the program's process namespace, so that all others end with it; the program is the init's child
-(`program.py`).
+A run has three processes. The supervisor (this module) creates the namespaces and is invisible to the program. The
+init is the first process of the program's process namespace: if it ends, the kernel kills all others in the namespace.
+The program is the init's child (`program.py`). A run is one program, or a session whose process executes *cells* of
+code one after the other.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import os
 import signal
 import socket
-import stat
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,38 +19,40 @@ from typing import Any
 from verl.sandbox import filesystem, streams
 from verl.sandbox.cgroup import RunCgroup
 from verl.sandbox.program import FINISHED, MEMORY, Confinement, kill_descendants, run_and_exit, run_init
+from verl.sandbox.run_files import make_executable, read_inside
 from verl.sandbox.streams import Pipes, ProgramOutput
 from verl.sandbox.usage import DiskUsage, MemoryUsage, RunProcesses
 
-# Interval of the first checks of limits; later ones depend on the duration of a check.
+# Interval of the checks of limits; it becomes longer if a check takes long.
 _CHECK_SECONDS = 0.025
 _IDLE_CHECK_SECONDS = 0.2  # between two cells of a session
-# After the end of a program: for output that is still in its pipes.
+# Time limit for reading output that is still in the pipes of an ended program.
 _DRAIN_SECONDS = 0.5
-# For a cell to end after SIGINT.
+# Time limit for a cell to end after SIGINT.
 _INTERRUPT_SECONDS = 1.0
-_OWN_PROCESSES = 2  # the kernel counts supervisor and init, too
+# Processes that the kernel also counts for RLIMIT_NPROC: supervisor and init.
+_OWN_PROCESSES = 2
 
 
 class Cancelled(Exception):
     """The client has closed its connection."""
 
 
-def supervise(link: socket.socket, confinement: Confinement, cgroup: RunCgroup | None = None) -> None:
-    """Serve the one job that arrives over `link`, the client's connection. This process is in the run's namespaces.
+def supervise(client: socket.socket, confinement: Confinement, cgroup: RunCgroup | None = None) -> None:
+    """Serve the one job that arrives on `client`, the client's connection. This process is in the run's namespaces.
 
     `cgroup`: entered by the init; the supervisor stays outside, so that it survives if the kernel kills the run.
     """
-    ours, theirs = socket.socketpair()
+    supervisor_end, init_end = socket.socketpair()
     # The init, in the same mount namespace, mounts its own /proc over the host's: only this descriptor leads there.
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY) if os.path.isdir("/proc/self") else None
     init = os.fork()
     if init == 0:
-        ours.close()
-        link.close()
-        run_and_exit(lambda: run_init(theirs, confinement, cgroup))
-    theirs.close()
-    supervisor = Supervisor(link, ours, init, RunProcesses(proc), confinement, cgroup)
+        supervisor_end.close()
+        client.close()
+        run_and_exit(lambda: run_init(init_end, confinement, cgroup))
+    init_end.close()
+    supervisor = Supervisor(client, supervisor_end, init, RunProcesses(proc), confinement, cgroup)
     try:
         supervisor.serve()
     except (EOFError, ConnectionError, Cancelled):
@@ -60,28 +62,31 @@ def supervise(link: socket.socket, confinement: Confinement, cgroup: RunCgroup |
 
 
 class Supervisor:
+    """The state of a run in the supervisor's process."""
+
     def __init__(
         self,
-        link: socket.socket,
-        run_link: socket.socket,
+        client: socket.socket,
+        run: socket.socket,
         init: int,
         processes: RunProcesses,
         confinement: Confinement,
         cgroup: RunCgroup | None,
     ) -> None:
-        self._link = link
+        self._client = client
         """Connection to the client."""
-        self._run_link = run_link
-        """Connection to the init and its program process, which reads its job there."""
+        self._run = run
+        """Connection to the init and the program process, which reads its job there."""
         self._init: int | None = init
-        """Pid; None: the run was killed."""
+        """Process id of the init; None: the run was killed."""
         self._confinement = confinement
         self._processes = processes
         self._cgroup = cgroup
 
     def serve(self) -> None:
+        """Receive the job of the client, run it, and send the result."""
         _warm_up()
-        job, blobs, _ = streams.receive(self._link)
+        job, blobs, _ = streams.receive(self._client)
         self._limits = job["limits"]
         self._output = ProgramOutput(self._limits["output_bytes"])
         self._start_accounting()
@@ -91,6 +96,7 @@ class Supervisor:
             self._serve_run(job, blobs)
 
     def _start_accounting(self) -> None:
+        """Prepare the measurement of memory and disk, and set the limits that the kernel enforces."""
         limits, confinement = self._limits, self._confinement
         self._disk: DiskUsage | None = None
         files_in_memory_mb = 0
@@ -101,12 +107,13 @@ class Supervisor:
             if limits["file_mb"] != filesystem.DEFAULT_FILE_MB:
                 filesystem.resize_private_folders(limits["file_mb"])
         self._memory = MemoryUsage(self._processes, limits["memory_mb"], confinement.seccomp, confinement.namespaces)
-        if self._cgroup is not None:  # which also counts files in memory
+        if self._cgroup is not None:  # its memory limit also covers files in memory
             self._cgroup.limit((limits["memory_mb"] + files_in_memory_mb) << 20, limits["processes"] + 1)
 
     # -- one program ---------------------------------------------------------------------------------------------
 
     def _serve_run(self, job: dict[str, Any], blobs: list[bytes]) -> None:
+        """Compile the program if necessary, run it, and send the result. `blobs`: stdin and the contents of files."""
         stdin, *files = blobs
         compiled: dict[str, Any] | None = None
         compiler_output: list[bytes] = []
@@ -119,28 +126,32 @@ class Supervisor:
         if compiled is None or compiled["return_code"] == 0:
             start = [part.format(memory=self._limits["memory_mb"]) for part in job["start"]]
             if compiled is not None and self._confinement.can_access_user_files:
-                _make_executable(self._confinement.folder, start[0])  # the filter ignores the chmod of the linker
+                make_executable(self._confinement.folder, start[0])  # the filter ignores the chmod of the linker
             outcome, output = self._run_step(start, job, files, stdin, self._limits["wall_s"])
         fetched, truncated = self._fetch(job["fetch"])  # every process that could change a file has ended
         if truncated and outcome["status"] == "finished":
             outcome["status"] = "output"
         header = {**outcome, "compile": compiled, "files": list(fetched)}
-        streams.send(self._link, header, [*output, *compiler_output, *fetched.values()])
+        streams.send(self._client, header, [*output, *compiler_output, *fetched.values()])
 
     def _run_step(
         self, start: Sequence[str], job: dict[str, Any], files: list[bytes], stdin: bytes, wall_s: float
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """Run the compiler or the program; return status, return code and seconds, and [stdout, stderr]."""
+        """Run the compiler or the program.
+
+        Returns the outcome (status, return code and seconds) and [stdout, stderr].
+        """
         self._output = ProgramOutput(self._limits["output_bytes"])
         start_time = time.monotonic()
-        channel, theirs = socket.socketpair()
+        channel, program_end = socket.socketpair()
         with channel, Pipes(stdin, self._output) as pipes:
-            self._send_job({"start": start, "script": job["script"]}, job["names"], files, pipes, theirs)
-            # A Python program reports its end on the channel. Its exit must be awaited only if files are fetched.
-            awaited = [self._run_link] if start or job["fetch"] else [channel, self._run_link]
+            self._send_job({"start": start, "script": job["script"]}, job["names"], files, pipes, program_end)
+            # A Python program reports its end on the channel. Waiting for its exit takes longer, and is necessary only
+            # if files are fetched.
+            awaited = [self._run] if start or job["fetch"] else [channel, self._run]
             problem, message = self.wait_for_message(pipes, awaited, start_time + wall_s)
             if message == {"report": b""}:  # the channel was closed without a report: wait for the exit
-                problem, message = self.wait_for_message(pipes, [self._run_link], start_time + wall_s)
+                problem, message = self.wait_for_message(pipes, [self._run], start_time + wall_s)
             seconds = time.monotonic() - start_time
             if message is not None and "refused" in message:
                 refusal = f"this run could not be isolated: {message['refused']}"
@@ -153,17 +164,17 @@ class Supervisor:
             else:
                 code = message["code"]
             pipes.drain(time.monotonic() + drain_seconds)
-        status, note = self._status(problem, code)
+        status, note = self._program_status(problem, code)
         outcome = {"status": status, "return_code": code, "seconds": seconds}
         return outcome, [bytes(self._output.stdout), bytes(self._output.stderr) + note]
 
     def _send_job(
         self, job: dict[str, Any], names: list[str], files: list[bytes], pipes: Pipes, channel: socket.socket
     ) -> None:
-        """Send a job to the waiting program process, with its limits, pipes and channel.
+        """Send a job to the waiting program process, with its limits and its ends of the pipes and of the channel.
 
-        `names`, `files`: names and contents of its files. `channel`: on which the program reports its end with one
-        byte. The model's code can write there, too, so nothing but that byte is read.
+        `names`, `files`: names and contents of its files. `channel`: the program reports its end there with one byte.
+        The executed code can write there, too, so only this byte is read.
         """
         limits = {
             "cpu_s": self._limits["cpu_s"],
@@ -173,19 +184,20 @@ class Supervisor:
         }
         header = {**job, "files": names if files else [], "limits": limits}
         with channel, contextlib.suppress(ConnectionError):  # the init has reported the reason already
-            streams.send(self._run_link, header, files, [*pipes.program_ends, channel.fileno()])
+            streams.send(self._run, header, files, [*pipes.program_ends, channel.fileno()])
         pipes.close_program_ends()
 
     def _other_processes_of_user(self) -> int:
-        """Number of processes and threads that the kernel counts for RLIMIT_NPROC, but which are not of this run."""
+        """Return the number of processes and threads outside of this run that the kernel counts for RLIMIT_NPROC."""
         if self._confinement.own_user or self._cgroup is not None:  # a cgroup has its own limit
             return 0
         return self._processes.threads_of_user()
 
-    def _status(self, problem: str | None, code: int) -> tuple[str, bytes]:
+    def _program_status(self, problem: str | None, code: int) -> tuple[str, bytes]:
         """Return the status of a program, and a note to append to its stderr.
 
-        `problem`: why the program was killed (`wait_for_message`); `code`: its return code.
+        `problem`: why the program was killed, see `wait_for_message`; None: it ended by itself. `code`: its return
+        code.
         """
         if problem == "timeout" or code == -signal.SIGXCPU:
             return "timeout", b""
@@ -201,32 +213,34 @@ class Supervisor:
     # -- a session -----------------------------------------------------------------------------------------------
 
     def _serve_session(self) -> None:
-        cells, theirs = socket.socketpair()
+        """Run the cells that the client sends, until it disconnects or the session has to be killed."""
+        cells, program_end = socket.socketpair()
         cells.settimeout(_INTERRUPT_SECONDS)  # a session that does not read its next cell is broken
         problem: str | None = None
         with Pipes(b"", self._output) as pipes:
-            self._send_job({"start": [], "script": None}, [], [], pipes, theirs)
+            self._send_job({"start": [], "script": None}, [], [], pipes, program_end)
             while self._init is not None and problem is None:
                 # Limits hold between cells, too: a cell may have left processes running.
-                problem, message = self.wait_for_message(pipes, [self._link, self._run_link], None)
+                problem, message = self.wait_for_message(pipes, [self._client, self._run], None)
                 if message is not None and "cell" in message:
-                    streams.send(self._link, *self._serve_cell(message, cells, pipes))
+                    streams.send(self._client, *self._serve_cell(message, cells, pipes))
                 elif message is not None and "interrupt" not in message:  # late interrupts are ignored
                     problem = message.get("refused", "its process ended between two cells")
-            if problem is not None:
+            if problem is not None:  # is the result of the next cell
                 self.kill_run()
-                while "cell" not in streams.receive(self._link)[0]:
+                while "cell" not in streams.receive(self._client)[0]:
                     pass
-                streams.send(self._link, *self._cell_result(problem, b"", 0.0))
+                streams.send(self._client, *self._cell_result(problem, b"", 0.0))
 
     def _serve_cell(
         self, cell: dict[str, Any], cells: socket.socket, pipes: Pipes
     ) -> tuple[dict[str, Any], list[bytes]]:
+        """Run one cell; return header and output for the client. A cell that does not end in time is interrupted."""
         self._output = pipes.output = ProgramOutput(self._limits["output_bytes"])
         start_time = time.monotonic()
         with contextlib.suppress(OSError):
             streams.send(cells, {}, [cell["cell"].encode(errors="surrogatepass")])
-        awaited = [cells, self._run_link]
+        awaited = [cells, self._run]
         problem, message = self.wait_for_message(pipes, awaited, start_time + cell["wall_s"])
         if problem in ("timeout", "interrupted"):
             self._interrupt()
@@ -243,7 +257,8 @@ class Supervisor:
         return self._cell_result(problem, report, seconds)
 
     def _cell_result(self, problem: str | None, report: bytes, seconds: float) -> tuple[dict[str, Any], list[bytes]]:
-        """Return header and output for the client. `report`: the byte of a cell; empty if the session was killed."""
+        """Return header and output for the client. `report`: the byte that the cell reported; empty: the session was
+        killed."""
         note = b"" if report else f"\n[sandbox] {problem or 'its process ended'}; the session is lost\n".encode()
         if problem is not None and "timeout" in problem:
             status = "timeout"
@@ -270,10 +285,10 @@ class Supervisor:
         """Transfer output and check limits until one of `awaited` has a message.
 
         Returns (None, message), or (problem, None) if a limit or the deadline is exceeded, the client interrupts, or
-        the init has ended.
+        the init has ended. Raises Cancelled if the client has disconnected.
 
-        A message is not read if the kernel has killed a process for the memory limit: in cgroup v1 it kills one,
-        and the others may end successfully.
+        A message is ignored if the kernel has killed a process because of the memory limit: in cgroup v1 it kills one
+        process, and the others may end successfully.
         """
         check_at = time.monotonic() + _CHECK_SECONDS
         while True:
@@ -286,27 +301,30 @@ class Supervisor:
                     return problem, None
                 check_at = time.monotonic() + (self._check_interval() if deadline is not None else _IDLE_CHECK_SECONDS)
             timeout = min(check_at, deadline if deadline is not None else check_at) - now
-            ready = pipes.transfer([self._link, *awaited], max(timeout, 0.0))
+            ready = pipes.transfer([self._client, *awaited], max(timeout, 0.0))
             if ready and self._out_of_memory():
                 return self._memory_problem(), None
-            for link in awaited:
-                if link in ready:
+            for connection in awaited:
+                if connection in ready:
                     try:
-                        trusted = link in (self._link, self._run_link)
-                        return None, streams.receive(link)[0] if trusted else {"report": link.recv(1)}
+                        trusted = connection in (self._client, self._run)
+                        if not trusted:
+                            return None, {"report": connection.recv(1)}
+                        return None, streams.receive(connection)[0]
                     except (EOFError, ConnectionError):
-                        if link is self._link:
+                        if connection is self._client:
                             raise Cancelled from None
                         return "its init was killed", None
-            if self._link in ready:
+            if self._client in ready:
                 try:
-                    streams.receive(self._link)
+                    streams.receive(self._client)
                 except (EOFError, ConnectionError):
                     raise Cancelled from None
                 return "interrupted", None
 
     def _exceeded_limit(self) -> str | None:
-        """Return which limit the run exceeds, of those that the kernel does not enforce itself, or None."""
+        """Return the limit that the run exceeds, of those that the kernel does not enforce itself; None: it exceeds
+        none."""
         if self._out_of_memory():
             return self._memory_problem()
         if self._init is None or (self._cgroup is not None and self._disk is None):
@@ -361,7 +379,7 @@ class Supervisor:
         contents: dict[str, bytes] = {}
         truncated = False
         for name in dict.fromkeys(names):
-            content = _read_inside(self._confinement.folder, name, remaining + 1)
+            content = read_inside(self._confinement.folder, name, remaining + 1)
             if content is not None:
                 truncated |= len(content) > remaining
                 contents[name] = content[:remaining]
@@ -370,47 +388,11 @@ class Supervisor:
 
 
 def _warm_up() -> None:
-    """Execute once what a job executes, so that the memory pages that it writes are copied before the job starts."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs, Pipes(b"x", ProgramOutput(1)) as pipes:
-        streams.send(ours, {"limits": {"wall_s": 1.0}, "names": [], "compile": None}, [b""])
-        pipes.transfer([theirs], 0.0)
+    """Execute the code of a job once. This process is a fork: the memory pages that the code writes are copied now,
+    before the job is timed."""
+    sender, receiver = socket.socketpair()
+    with sender, receiver, Pipes(b"x", ProgramOutput(1)) as pipes:
+        streams.send(sender, {"limits": {"wall_s": 1.0}, "names": [], "compile": None}, [b""])
+        pipes.transfer([receiver], 0.0)
         pipes.drain(0.0)
-        streams.receive(theirs)
-
-
-def _read_inside(folder: str, name: str, max_bytes: int) -> bytes | None:
-    """Read up to `max_bytes` of a file; None if it is missing, not a regular file, or behind a symlink."""
-    try:
-        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except OSError:  # a program may remove its directory
-        return None
-    try:
-        *folders, last = os.path.normpath(name).split("/")
-        for part in folders:
-            inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-            os.close(parent)
-            parent = inner
-        file = os.open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
-        with open(file, "rb") as content:
-            return content.read(max_bytes) if stat.S_ISREG(os.fstat(file).st_mode) else None
-    except OSError:
-        return None
-    finally:
-        os.close(parent)
-
-
-def _make_executable(folder: str, name: str) -> None:
-    """Make a regular file of the folder executable, if it exists."""
-    with contextlib.suppress(OSError):
-        parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            file = os.open(os.path.basename(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=parent)
-            try:
-                status = os.fstat(file)
-                if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:  # not a hard link to another file
-                    os.fchmod(file, 0o700)
-            finally:
-                os.close(file)
-        finally:
-            os.close(parent)
+        streams.receive(receiver)
