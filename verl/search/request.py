@@ -1,6 +1,7 @@
 """The request of the search API.
 
-Not in server.py: that module runs as `__main__`, and requests are unpickled from parser processes by module name.
+Requests are not defined in server.py, because that module runs as `__main__`: objects from parser processes are
+unpickled by the name of their module.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ MAX_HITS = 65536
 
 
 class RetrieveRequest(RequestModel):
-    """`POST /retrieve`. Fields of other versions of the API are ignored."""
+    """The body of `POST /retrieve`. Unknown fields, of other versions of the API, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     queries: Annotated[list[str], Field(max_length=MAX_QUERIES)]
     topk: Annotated[int, Field(ge=1, le=MAX_TOPK)] | None = None
-    """None: the server's default."""
+    """Documents per query; None: the server's default."""
     return_scores: bool = False
 
     @model_validator(mode="after")
