@@ -23,8 +23,10 @@ from verl.workers.engine.common.sharded_checkpoint import stored_tensors
 
 MODEL_JSON = "model.json"
 NOT_SAVED = "not saved in it"
+"""Beginning of the difference of a checkpoint that lacks some of the contents to load."""
 
-_MAX_SHOWN, _WIDTH = 4, 60
+# In messages: number of items of a list, and characters of a value.
+_MAX_SHOWN, _MAX_CHARACTERS = 4, 60
 # Config fields that do not change the meaning of weights: version and precision of the writer, runtime settings, and
 # fields of the tokenizer. The vocabulary size is compared by tensor shapes.
 _IRRELEVANT = {
@@ -40,7 +42,7 @@ _IRRELEVANT_ENDINGS = ("dropout", "pdrop", "dropout_prob", "drop_rate")
 
 
 def model_info(hf_config: Any, kind: str, lora: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the contents of `model.json`; `lora`: settings of the adapters."""
+    """Return the contents of `model.json`; `lora`: settings of the adapters, None without adapters."""
     return {"kind": kind, "config": hf_config.to_dict(), "lora": lora}
 
 
@@ -51,9 +53,9 @@ class ModelDescription:
     model_info: Mapping[str, Any]
     """See `model_info()`."""
     tensors: Mapping[str, TensorSpec]
-    """The stored, i.e. trained, tensors."""
+    """The tensors that a checkpoint of it contains; with LoRA only the adapters."""
     trained: Mapping[str, TensorSpec]
-    """Parameters with optimizer state."""
+    """The parameters that have optimizer state."""
     parameters: int
     """Number of parameters of the full model."""
 
@@ -61,16 +63,17 @@ class ModelDescription:
     def from_model(
         cls, hf: torch.nn.Module, stored: Mapping[str, torch.Tensor], info: Mapping[str, Any]
     ) -> ModelDescription:
-        """Describe `hf`, which may be sharded or on the meta device; `stored`: its tensors in a checkpoint."""
+        """Describe the model `hf`, which may be sharded or on the meta device. `stored`: the tensors that a checkpoint
+        of it contains; `info`: see `model_info()`."""
         trained = {name: value for name, value in hf.named_parameters() if value.requires_grad}
         parameters = sum(value.numel() for value in hf.parameters())
-        return cls(json.loads(json.dumps(info, default=str)), _specs(stored), _specs(trained), parameters)
+        return cls(json.loads(json.dumps(info, default=str)), _tensor_specs(stored), _tensor_specs(trained), parameters)
 
 
 def checkpoint_differences(folder: Path, contents: Collection[str], expected: ModelDescription) -> list[str]:
     """Return the reasons why the `contents` of a checkpoint do not fit a model; [] if they do."""
     contents = {part for part in contents if part != "optimizer" or expected.trained}
-    absent = [part for part, file in _FILES.items() if part in contents and not (folder / file).exists()]
+    absent = [part for part, file in _PATHS.items() if part in contents and not (folder / file).exists()]
     if absent:
         return [f"{NOT_SAVED}: {', '.join(absent)} (checkpoint.save_contents)"]
     problems: list[str] = []
@@ -89,7 +92,10 @@ def require_fit(folder: Path, contents: Collection[str], expected: ModelDescript
 
 
 def model_differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Return the settings in which two models differ; fields that only one version of transformers has are ignored."""
+    """Return descriptions of the settings in which two models differ (contents of `model.json`).
+
+    If they were saved by different versions of transformers, fields that only one of them has are ignored.
+    """
     kinds = []
     if "kind" in stored and "kind" in expected and stored["kind"] != expected["kind"]:
         kinds = [f"it is of a {stored['kind']} model, not of a {expected['kind']} model"]
@@ -100,35 +106,37 @@ def model_differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) ->
         no_lora = {"lora_rank": 0}
         fields += _unequal_fields(stored["lora"] or no_lora, expected.get("lora") or no_lora, strict=False)
     lines = [
-        f"{name} is {show(new, _WIDTH)} in the model and {show(old, _WIDTH)} in the checkpoint"
+        f"{name} is {show(new, _MAX_CHARACTERS)} in the model and {show(old, _MAX_CHARACTERS)} in the checkpoint"
         for name, old, new in fields
     ]
     return kinds + _first_lines(lines, "settings")
 
 
 def tensor_differences(stored: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> list[str]:
-    """Return the tensors that only one of the two has, and those with different shapes."""
+    """Return descriptions of the tensors that only one of the two has, and of those with different shapes."""
     both = [name for name in expected if name in stored]
     reshaped = [
         f"{name} is {list(expected[name].shape)} in the model and {list(stored[name].shape)} in the checkpoint"
         for name in both
         if expected[name].shape != stored[name].shape
     ]
-    surplus = _list_names("only in the checkpoint", [name for name in stored if name not in expected])
-    missing = _list_names("only in the model", [name for name in expected if name not in stored])
+    surplus = _describe_names("only in the checkpoint", [name for name in stored if name not in expected])
+    missing = _describe_names("only in the model", [name for name in expected if name not in stored])
     return surplus + missing + _first_lines(reshaped, "tensors of another shape")
 
 
 def _optimizer_differences(stored: Mapping[str, TensorSpec], expected: ModelDescription) -> list[str]:
-    frozen = sorted({name.rpartition("/")[0] for name in stored} - set(expected.trained))
-    problems = _list_names("have optimizer state but are not trained", frozen)
-    layout = sorted({name.rpartition("/")[2] for name in stored} - {*MOMENTS, "step"})
-    if layout:
-        problems.append(f"the optimizer state has {', '.join(layout)}, which this optimizer does not have")
+    """Return descriptions of optimizer state that the model does not have. Tensors are named `<parameter>/<moment>`."""
+    not_trained = sorted({name.rpartition("/")[0] for name in stored} - set(expected.trained))
+    problems = _describe_names("have optimizer state but are not trained", not_trained)
+    unknown_state = sorted({name.rpartition("/")[2] for name in stored} - {*MOMENTS, "step"})
+    if unknown_state:
+        problems.append(f"the optimizer state has {', '.join(unknown_state)}, which this optimizer does not have")
     return problems
 
 
-_FILES = {"model": "model", "optimizer": "optimizer", "extra": "extra.pt"}
+# Paths of the contents in the checkpoint of a model.
+_PATHS = {"model": "model", "optimizer": "optimizer", "extra": "extra.pt"}
 
 
 def stored_model_info(folder: Path) -> dict[str, Any]:
@@ -140,7 +148,10 @@ def stored_model_info(folder: Path) -> dict[str, Any]:
 def _unequal_fields(
     stored: Mapping[str, Any], expected: Mapping[str, Any], strict: bool, prefix: str = ""
 ) -> list[tuple[str, Any, Any]]:
-    """Return (name, stored value, expected value). Without `strict`, fields that one side lacks are ignored."""
+    """Return (name, stored value, expected value) of each field that differs.
+
+    Without `strict`, fields that are missing or null on one side are ignored.
+    """
     fields = []
     for name in sorted(stored.keys() | expected.keys()):
         old, new = stored.get(name), expected.get(name)
@@ -157,46 +168,49 @@ def _is_irrelevant(name: str) -> bool:
     return name in _IRRELEVANT or name.startswith("_") or name.endswith(_IRRELEVANT_ENDINGS)
 
 
-def _list_names(where: str, names: Sequence[str]) -> list[str]:
+def _describe_names(predicate: str, names: Sequence[str]) -> list[str]:
+    """Return a list with one description, `N tensors <predicate>: <names>`; [] without names."""
     if not names:
         return []
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
-    return [f"{len(names)} tensors {where}: {', '.join(names[:_MAX_SHOWN])}{more}"]
+    return [f"{len(names)} tensors {predicate}: {', '.join(names[:_MAX_SHOWN])}{more}"]
 
 
 def _first_lines(lines: Sequence[str], what: str) -> list[str]:
+    """Return the first lines, and one with the number of the others."""
     more = [f"{len(lines) - _MAX_SHOWN} more {what}"] if len(lines) > _MAX_SHOWN else []
     return [*lines[:_MAX_SHOWN], *more]
 
 
-def _specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+def _tensor_specs(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(tuple(value.shape), value.dtype) for name, value in tensors.items()}
 
 
 INITIAL_WEIGHTS_JSON = "initial_weights.json"
-"""Digests of the weights that a run started from, stored in a checkpoint step by model folder (actor, critic)."""
+"""File in the checkpoint of a step: digests of the weights that the run started from, by model folder (actor,
+critic)."""
 
-# Values in each of three blocks of a tensor: at its start, in the middle and at its end.
+# Number of values in each of the three blocks of a tensor that its digest covers: at its start, middle and end.
 _BLOCK = 256
 
 
 def weight_digests(folder: str | Path) -> dict[str, str]:
-    """Return a digest per tensor of a model folder; {} if it has no files that can be memory-mapped.
+    """Return a digest per tensor of a model folder; {} if it has no weight files that can be memory-mapped.
 
     A digest covers a few hundred values: enough to distinguish a fine-tuned model from its base, and cheap for large
     models. Values are rounded to bfloat16, so that a copy of the model in another precision has the same digests.
     """
-    return {name: _digest(tensor) for name, tensor in _tensors(Path(folder))}
+    return {name: _digest(tensor) for name, tensor in _model_tensors(Path(folder))}
 
 
 def read_digests(step: Path) -> dict[str, dict[str, str]]:
-    """Return the digests stored in a checkpoint step, by model folder (actor, critic); {} if it has none."""
+    """Return the digests stored in the checkpoint of a step, by model folder (actor, critic); {} if it has none."""
     file = step / INITIAL_WEIGHTS_JSON
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def weight_differences(stored: Mapping[str, str], expected: Mapping[str, str]) -> list[str]:
-    """Return a list with one description if the digests of any common tensor differ; else []."""
+    """Return a list with one description if the digests of a tensor that both have differ; otherwise []."""
     both = sorted(stored.keys() & expected.keys())
     differing = [name for name in both if stored[name] != expected[name]]
     if not differing:
@@ -208,7 +222,8 @@ def weight_differences(stored: Mapping[str, str], expected: Mapping[str, str]) -
     ]
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _model_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and memory-mapped tensor of each weight of a model folder."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))

@@ -21,8 +21,9 @@ from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups
 
 GatherWeight = Callable[[str], "torch.Tensor | None"]
-"""Returns the full weight of this name on rank 0, None on other ranks. A collective."""
-# Functions from a weight's name to the key of its group: groups of one weight, of one layer, or of all weights.
+"""Returns the full weight of this name on rank 0, None on other ranks. A collective operation."""
+# Ways to group weights for conversion, as functions from a weight's name to the key of its group: one weight, the
+# weights of one layer, all weights.
 _GROUP_KEYS: tuple[Callable[[str], str], ...] = (
     lambda name: name,
     lambda name: layer[0] if (layer := re.match(r".*?\.\d+\.", name)) else name,
@@ -33,21 +34,21 @@ _GROUP_KEYS: tuple[Callable[[str], str], ...] = (
 class HFExport:
     """Writes a model's Hugging Face files.
 
-    A weight may have another name, and be fused with others, in the model than in the files. Weights are gathered and
-    written one by one, so that no rank holds the whole model. A value model is written as a token classifier with one
-    label.
+    Weights may have other names in the files than in the model, and weights that are fused in the model are separate
+    in the files. They are gathered and written group by group, so that no rank holds the whole model. A value model is
+    written as a token classifier with one label.
     """
 
     def __init__(
         self, skeleton: nn.Module, dtype: torch.dtype, source: str = "", max_shard_size: int | str = "5GB"
     ) -> None:
         """`skeleton`: the model on the meta device. `dtype`: of the weights in the files. `source`: the folder that the
-        model was loaded from, of which the generation config is copied. `max_shard_size`: of one file."""
+        model was loaded from, whose generation config is copied. `max_shard_size`: maximum size of one weight file."""
         self._model: Any = skeleton
         self.dtype, self._source, self._max_shard_size = dtype, source, max_shard_size
 
     def write(self, gather: GatherWeight, folder: Path, group: dist.ProcessGroup | None) -> None:
-        """Write all files on rank 0; `gather` returns weights in `dtype`. A collective of `group`."""
+        """Write all files on rank 0; `gather` returns weights in `dtype`. A collective operation of `group`."""
         tensors = self._tensors(gather)
         with groups.raise_on_all_ranks(group):
             try:
@@ -64,15 +65,16 @@ class HFExport:
         return WeightFiles.from_tensors({name: meta for name, (meta, _) in self.exported.items()}, self._max_shard_size)
 
     def _tensors(self, gather: GatherWeight) -> Iterator[Any]:
-        """Yield the tensors in the order of `files`; None on other ranks than 0. Every step is a collective."""
-        group: dict[str, Any] = {}
+        """Yield the tensors in the order of `files`; None on other ranks than 0. Each iteration is a collective
+        operation."""
+        converted: dict[str, Any] = {}
         sources: tuple[str, ...] = ()
         for name in self.files.order:
             if self.exported[name][1] != sources:
-                group, sources = {}, self.exported[name][1]  # free the last group before the next is gathered
+                converted, sources = {}, self.exported[name][1]  # free the last group before the next is gathered
                 weights = {source: gather(source) for source in sources}
-                group = self.convert(weights) if dist.get_rank() == 0 else {}
-            yield group.pop(name, None)
+                converted = self.convert(weights) if dist.get_rank() == 0 else {}
+            yield converted.pop(name, None)
 
     @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -104,7 +106,7 @@ class HFExport:
             }
             if {name: value.shape for name, (value, _) in exported.items()} == expected:
                 return exported
-        raise AssertionError("unreachable: the last group has all weights, as the expected conversion")
+        raise AssertionError("unreachable: the last way of grouping is the expected conversion of all weights at once")
 
     def _state_dict(self) -> Mapping[str, torch.Tensor]:
         """Return the tensors of the model that are saved; tied tensors once."""
@@ -152,6 +154,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _write_classifier_config(model: ValueModel, folder: Path) -> None:
+    """Write the config of a value model as that of a token classifier with one label."""
     from transformers import AutoModelForTokenClassification
 
     config = type(model.config).from_dict(model.config.to_dict())  # a copy
@@ -162,6 +165,7 @@ def _write_classifier_config(model: ValueModel, folder: Path) -> None:
 
 
 def _generation_config(source: str) -> Any:
+    """Return the generation config of a model folder; None if it has none."""
     from transformers import GenerationConfig
 
     if not (Path(source) / "generation_config.json").is_file():
@@ -169,6 +173,7 @@ def _generation_config(source: str) -> Any:
     return GenerationConfig.from_pretrained(source)
 
 
+# Names of dtypes in the header of safetensors files.
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -192,7 +197,7 @@ class WeightFiles:
     """Names and tensors of safetensors files, in writing order."""
 
     files: Mapping[str, Mapping[str, torch.Tensor]]
-    """By file name and tensor name: tensors, possibly on the meta device, that define shape and dtype."""
+    """By file name and tensor name: tensors that define shape and dtype; they may be on the meta device."""
     index: Mapping[str, Any] | None
     """Contents of model.safetensors.index.json; None for a single file."""
 
@@ -238,9 +243,10 @@ def write_safetensors(
 
     `specs`: shape and dtype by name, wide elements first. Consumes one tensor of `tensors` per spec.
     """
-    unknown = sorted({str(value.dtype) for value in specs.values() if value.dtype not in DTYPE_NAMES})
-    if unknown:
-        raise ValueError(f"safetensors: does not support the dtype {', '.join(unknown)}. Convert these weights.")
+    unsupported = next((name for name, value in specs.items() if value.dtype not in DTYPE_NAMES), None)
+    if unsupported is not None:
+        dtype = specs[unsupported].dtype
+        raise ValueError(f"{unsupported}: safetensors files do not support the dtype {dtype}. Convert this weight.")
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, value in specs.items():
@@ -252,7 +258,8 @@ def write_safetensors(
     stream.write(text)
     iterator = iter(tensors)
     for _ in specs:
-        stream.write(_tensor_bytes(next(iterator)))  # not bound to a name: freed before the next tensor is created
+        # The tensor is not bound to a name: it is freed before the next one is created.
+        stream.write(_tensor_bytes(next(iterator)))
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> memoryview:

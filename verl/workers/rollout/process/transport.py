@@ -1,8 +1,8 @@
 """Transport between a ProcessRollout and the process of its engine: messages over a socket, weights in a SharedBuffer.
 
-The trainer's process writes weights into the buffer, and the engine's processes read them from there. It is anonymous
-shared memory on a CPU, device memory shared by CUDA IPC on a GPU: the system frees both when the processes end. A
-buffer is used for many buckets; only handles and tensor positions are sent.
+The trainer's process writes weights into the buffer, and the engine's processes read them from there. The buffer is
+anonymous shared memory on a CPU, or device memory shared by CUDA IPC on a GPU; the operating system frees both when the
+processes end. It is used for many buckets: messages contain only its handle and the positions of tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Arguments of `build`, the first call: the engine to create."""
+    """The engine to create: the argument of `build`, the first method call."""
 
     class_path: str
     """The engine's class, `module:Class`."""
@@ -64,7 +64,7 @@ class MethodCall:
     """A call of a method of the engine or its host."""
 
     number: int | None
-    """Number of the reply; None: no reply is sent."""
+    """Number that the reply will have; None: no reply is sent."""
     method: str
     args: tuple[Any, ...]
 
@@ -80,33 +80,33 @@ class MethodReply:
 
 @dataclass(frozen=True)
 class FinishedRequests:
-    """Outputs or exceptions of finished requests, with the numbers under which they were submitted."""
+    """Outputs or exceptions of finished requests, with the numbers with which they were submitted."""
 
     outputs: list[tuple[int, Output | Failure]]
 
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """The engine's process made progress."""
+    """Sent when the engine's process makes progress, so that a start or step is not taken for a hang."""
 
     step: str | None = None
     """The current step of the engine's start; None: unknown, or the engine has started."""
 
 
 def remote_exception(failure: Failure) -> Exception:
-    """The exception of the other process, with its traceback as the cause."""
+    """Return the exception that was raised in the other process, with the traceback from there as its cause."""
     exception = failure.exception()
     error = exception if isinstance(exception, Exception) else RuntimeError(failure.summary)
     error.__cause__ = RemoteTraceback(failure.traceback)
     return error
 
 
-_LENGTH = struct.Struct("<Q")
+_LENGTH_PREFIX = struct.Struct("<Q")
 
 
 class MessageChannel:
-    """One end of a private socket pair of two processes of this program. A message is its length and its pickle. Any
-    thread may send; one thread receives."""
+    """One end of a private socket pair between two processes of this program. A message is sent as the length of its
+    pickle, and the pickle. Any thread may send; only one thread may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -114,17 +114,17 @@ class MessageChannel:
         self._reader = end.makefile("rb")
 
     def send(self, message: Any) -> None:
-        """Send a message. OSError if the other end is closed."""
+        """Send a message. Raises OSError if the other end is closed."""
         data = pickle.dumps(message, protocol=5)
         with self._send_lock:
-            self._socket.sendall(_LENGTH.pack(len(data)) + data)
+            self._socket.sendall(_LENGTH_PREFIX.pack(len(data)) + data)
 
     def receive(self) -> Any:
-        """Wait for the next message. EOFError or OSError if the other end is closed."""
-        return pickle.loads(self._read(*_LENGTH.unpack(self._read(_LENGTH.size))))
+        """Wait for the next message and return it. Raises EOFError or OSError if the other end is closed."""
+        return pickle.loads(self._read(*_LENGTH_PREFIX.unpack(self._read(_LENGTH_PREFIX.size))))
 
     def close(self) -> None:
-        """Close the connection; waiting receivers at both ends return."""
+        """Close the connection; `receive` raises at both ends."""
         with contextlib.suppress(OSError):  # the other end is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -140,8 +140,8 @@ class MessageChannel:
 class BufferHandle:
     """Identifies a buffer in other processes of the machine. Small and picklable."""
 
-    place: str | bytes
-    """A path on a CPU, the driver's IPC handle on a GPU."""
+    location: str | bytes
+    """Of a buffer on a CPU its path; of one on a GPU the IPC handle of the CUDA driver."""
     size: int
 
 
@@ -162,7 +162,9 @@ class SharedBucket(dict["str | TensorSlice", torch.Tensor]):
 
 
 class SharedBuffer:
-    """`flat`, a uint8 tensor shared by processes of one machine. Its creator keeps it while others read."""
+    """Memory shared by processes of one machine: the uint8 tensor `flat`. Its creator must not close it while others
+    read.
+    """
 
     def __init__(self, size: int, device: torch.device | str) -> None:
         device = torch.device(device)
@@ -174,33 +176,34 @@ class SharedBuffer:
         else:
             file = os.memfd_create("verl-weights")
             try:
-                os.posix_fallocate(file, 0, size)  # raises if memory is short; a later write would get a signal
+                # Raises if there is too little memory; otherwise a later write would kill the process.
+                os.posix_fallocate(file, 0, size)
                 self._map(file, size)
-                self._file = file
+                self._descriptor = file
             except OSError as error:
                 os.close(file)
                 raise OSError(
-                    f"weights: no {size / 2**30:.1f} GB of host memory to share with the engine ({error.strerror})."
-                    " Lower update_weights_bucket_megabytes."
+                    f"weights: cannot allocate {size / 2**30:.1f} GB of host memory to share with the engine"
+                    f" ({error.strerror}). Lower update_weights_bucket_megabytes."
                 ) from error
             self.handle = BufferHandle(f"/proc/{os.getpid()}/fd/{file}", size)
 
     @classmethod
     def attach(cls, handle: BufferHandle) -> SharedBuffer:
-        """Open a buffer of another process; on a GPU, this process must see the creator's device as its first."""
+        """Open a buffer of another process. If it is on a GPU, that GPU must be device 0 of this process."""
         buffer = cls.__new__(cls)
         buffer.handle, buffer._memory = handle, None
-        if isinstance(handle.place, bytes):
+        if isinstance(handle.location, bytes):
             device = torch.device("cuda", 0)
-            buffer._memory = _DeviceMemory.open(handle.place, handle.size, device)
+            buffer._memory = _DeviceMemory.open(handle.location, handle.size, device)
             buffer.flat = torch.as_tensor(buffer._memory, device=device)
         else:
-            buffer._file = os.open(handle.place, os.O_RDWR)
-            buffer._map(buffer._file, handle.size)
+            buffer._descriptor = os.open(handle.location, os.O_RDWR)
+            buffer._map(buffer._descriptor, handle.size)
         return buffer
 
     def put(self, bucket: Bucket, start: int = 0) -> BucketHandle:
-        """Copy tensors into the buffer, from byte `start` on. All processes see them when it returns."""
+        """Copy tensors into the buffer, from byte `start` on. They are visible to all processes when this returns."""
         pieces = tuple(bucket_layout(bucket, start))
         views = [piece.view(self.flat) for piece in pieces]
         if views:
@@ -210,16 +213,16 @@ class SharedBuffer:
         return BucketHandle(self.handle, pieces)
 
     def bucket(self, handle: BucketHandle) -> SharedBucket:
-        """Views of a bucket in this buffer."""
+        """Return the tensors of a bucket as views of this buffer."""
         return SharedBucket({piece.key: piece.view(self.flat) for piece in handle.pieces}, handle)
 
     def close(self) -> None:
-        """Release the memory. No view may be used afterwards."""
+        """Close the buffer; its creator frees device memory. No view may be used afterwards."""
         self.flat = torch.empty(0, dtype=torch.uint8)
         if self._memory is not None:
             self._memory.close()
         else:
-            os.close(self._file)
+            os.close(self._descriptor)
 
     def _map(self, file: int, size: int) -> None:
         # The mapping lives as long as the tensor and its views.
@@ -227,8 +230,10 @@ class SharedBuffer:
 
 
 def open_shared_buffer(size: int, device: torch.device, open_remote: Callable[[BufferHandle], object]) -> SharedBuffer:
-    """Create a buffer that another process can open, which `open_remote` verifies: on `device` if device memory can be
-    shared, else in host memory."""
+    """Create a buffer on `device` if another process can open it there, otherwise in host memory.
+
+    `open_remote` opens a buffer in the other process, and raises DriverError if that is impossible.
+    """
     if device.type == "cuda":
         buffer: SharedBuffer | None = None
         try:
@@ -250,17 +255,17 @@ def open_shared_buffer(size: int, device: torch.device, open_remote: Callable[[B
 
 
 class BufferReader:
-    """The reading side: keeps the current buffer open."""
+    """Opens buffers in the reading process, and keeps the last one open."""
 
     def __init__(self) -> None:
         self._buffer: SharedBuffer | None = None
 
     def bucket(self, handle: BucketHandle) -> SharedBucket:
-        """Views of a bucket, whose buffer is opened if necessary."""
+        """Return the tensors of a bucket as views; its buffer is opened if necessary."""
         return self.open(handle.buffer).bucket(handle)
 
     def open(self, handle: BufferHandle) -> SharedBuffer:
-        """Open a buffer and close the previous buffer."""
+        """Return the buffer with this handle. If it is not the last one, it is opened, and the last one is closed."""
         if self._buffer is None or self._buffer.handle != handle:
             self.close()
             self._buffer = SharedBuffer.attach(handle)
@@ -274,10 +279,11 @@ class BufferReader:
 
 # ---------------------------------------------------------------- CUDA IPC
 
-# Error codes of the driver that mean that processes cannot share device memory on this machine: invalid value or
-# device, map failed, no peer access, operating system (separate containers), invalid handle, not permitted, not
-# supported.
+# Error codes of the driver (CUresult) that mean that processes cannot share device memory on this machine: invalid
+# value or device, map failed, no peer access, operating system (separate containers), invalid handle, not permitted,
+# not supported.
 _NO_IPC = frozenset({1, 101, 205, 217, 304, 400, 800, 801})
+# CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS.
 _LAZY_PEER_ACCESS = 1
 
 
@@ -288,10 +294,10 @@ class _IpcHandle(ctypes.Structure):
 
 
 class _DeviceMemory:
-    """Device memory that other processes can open; `torch.as_tensor` creates a tensor over it.
+    """Device memory that other processes can open; `torch.as_tensor` creates a tensor that uses it.
 
-    Allocated by the driver, not by torch's allocator, whose blocks cannot always be shared (expandable segments), and
-    whose handles cover other tensors too.
+    It is allocated by the driver, not by torch's allocator, whose blocks cannot always be shared (expandable
+    segments), and whose handles give access to other tensors too.
     """
 
     def __init__(self, address: int, size: int, device: torch.device, is_owner: bool) -> None:
@@ -300,18 +306,18 @@ class _DeviceMemory:
     @classmethod
     def allocate(cls, size: int, device: torch.device) -> _DeviceMemory:
         address = ctypes.c_uint64()
-        with _device_context(device):
+        with _DeviceContext(device):
             if torch.cuda.mem_get_info(device)[0] < size:
                 torch.cuda.empty_cache()  # the driver cannot use memory that torch's allocator keeps
             driver_call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-        record_mapped_bytes(_index(device), size)
+        record_mapped_bytes(_device_index(device), size)
         return cls(address.value, size, device, is_owner=True)
 
     @classmethod
     def open(cls, handle: bytes, size: int, device: torch.device) -> _DeviceMemory:
-        """Open memory of another process. `device`: its device in this process."""
+        """Open memory of another process. `device`: the device of the memory, as numbered in this process."""
         address = ctypes.c_uint64()
-        with _device_context(device):
+        with _DeviceContext(device):
             ipc_handle = _IpcHandle.from_buffer_copy(handle)
             driver_call("cuIpcOpenMemHandle_v2", ctypes.byref(address), ipc_handle, ctypes.c_uint(_LAZY_PEER_ACCESS))
         return cls(address.value, size, device, is_owner=False)
@@ -321,30 +327,31 @@ class _DeviceMemory:
         return {"shape": (self._size,), "typestr": "|u1", "data": (self._address, False), "version": 3}
 
     def export_handle(self) -> bytes:
-        """The handle with which another process can `open` this memory."""
+        """Return the handle with which another process can `open` this memory."""
         handle = _IpcHandle()
-        with _device_context(self._device):
+        with _DeviceContext(self._device):
             driver_call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self._address))
         return bytes(handle.reserved)
 
     def close(self) -> None:
-        """Free the memory, or close it if another process owns it."""
-        with _device_context(self._device):
+        """Free the memory; if another process owns it, only end the access to it."""
+        with _DeviceContext(self._device):
             torch.cuda.synchronize(self._device)
             if self._is_owner:
                 driver_call("cuMemFree_v2", ctypes.c_uint64(self._address))
-                record_mapped_bytes(_index(self._device), -self._size)
+                record_mapped_bytes(_device_index(self._device), -self._size)
             else:
                 driver_call("cuIpcCloseMemHandle", ctypes.c_uint64(self._address))
 
 
-class _device_context(torch.cuda.device):
+class _DeviceContext(torch.cuda.device):
     """Makes the device's context current in the calling thread, which driver calls need."""
 
     def __enter__(self) -> None:
         super().__enter__()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # creates the context, which torch does lazily
 
 
-def _index(device: torch.device) -> int:
+def _device_index(device: torch.device) -> int:
+    """Return the index of a CUDA device; without an index it is the current one."""
     return torch.cuda.current_device() if device.index is None else device.index
