@@ -134,8 +134,9 @@ def open_retriever(
 
     `index_path`: a folder for indices (default: `search/` under $VERL_CACHE or ~/.cache/verl), or a faiss file of
     another program with the documents in the order of the corpus. `model`: the encoder of `dense`, a folder or a hub
-    name.
+    name. Raises ValueError if `topk` is beyond MAX_TOPK.
     """
+    _check_topk(topk)
     if name not in RETRIEVERS:
         raise ValueError(f"retriever_name: {name!r} is unknown. Use {' or '.join(RETRIEVERS)}.")
     index = None if index_path is None else Path(expand_path(index_path)).absolute()

@@ -18,6 +18,7 @@ from verl.search.retriever import (
     QueryLimit,
     Retriever,
     check_queries,
+    open_retriever,
 )
 
 
@@ -61,6 +62,11 @@ def test_a_query_beyond_a_limit_is_not_searched(retriever, index, queries, topk,
         asyncio.run(LocalSearcher(retriever).retrieve(queries, topk))
     assert refused.value.refused
     assert index.searched == 0
+
+
+def test_a_default_topk_beyond_the_limit_is_rejected_before_the_corpus_is_read(tmp_path):
+    with pytest.raises(QueryLimit, match=f"topk: {MAX_TOPK + 1}"):
+        open_retriever(str(tmp_path / "missing.jsonl"), topk=MAX_TOPK + 1)
 
 
 def test_a_request_is_limited_as_a_whole():
