@@ -13,7 +13,8 @@ from typing import Any
 from verl.trainer.common.run_summary import CONFIG_FILE, METRICS_FILE, RunSummary, read_summary
 from verl.utils.checkpoint.folders import RECORD_FOLDER
 
-_KEYS = ("default_local_dir", "logger", "tracking_dir", "project_name", "experiment_name")
+# Keys of `trainer` that `describe_next_commands` reads.
+_TRAINER_KEYS = ("default_local_dir", "logger", "tracking_dir", "project_name", "experiment_name")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,8 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     if not summary.step_seconds and not summary.curves:
         sys.stderr.write(f"verl summary: {file} contains no training steps.\n")
         return 2
-    stored_file = file.with_name(CONFIG_FILE)
-    stored = json.loads(stored_file.read_text()) if stored_file.is_file() else {}
+    config_file = file.with_name(CONFIG_FILE)
+    stored = json.loads(config_file.read_text()) if config_file.is_file() else {}
     if options.json:
         sys.stdout.write(json.dumps(as_dict(summary, stored), indent=2) + "\n")
     else:
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _metrics_file(folder: Path) -> Path:
-    """Return the metrics file of a folder; every run has one in the recording in its checkpoint folder."""
+    """Return the metrics file of a folder. In a checkpoint folder, it is part of the recording, which every run has."""
     if not folder.is_dir():
         return folder
     recorded = folder / RECORD_FOLDER / METRICS_FILE
@@ -53,7 +54,7 @@ def _metrics_file(folder: Path) -> Path:
 
 
 def as_dict(summary: RunSummary, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a summary; `config`: the stored configuration, empty if unknown."""
+    """Return a summary as JSON data; `config`: the stored configuration, empty if unknown."""
     curves = {
         name: {"first": curve.first, "last": curve.last, "best": curve.best, "best_step": curve.best_step}
         for name, curve in summary.curves.items()
@@ -69,11 +70,11 @@ def as_dict(summary: RunSummary, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _next_commands(stored: Mapping[str, Any]) -> list[str]:
-    """Return the next commands of a run with this stored configuration; [] if it is not that of a training run."""
+    """Return the next commands after a run with this stored configuration; [] if it was not a training run."""
     from verl.trainer.recovery.exit_messages import describe_next_commands
 
     trainer = stored.get("trainer", {})
-    if any(key not in trainer for key in _KEYS):
+    if any(key not in trainer for key in _TRAINER_KEYS):
         return []
     actor = stored.get("actor_rollout_ref", {}).get("actor", {})
     backend = "megatron" if actor.get("strategy") == "megatron" else "fsdp"

@@ -1,4 +1,4 @@
-"""Generate n responses to every prompt of a file, and store them batch by batch, so that a run can resume.
+"""Generate n responses to every prompt of data files, and store them batch by batch, so that a run can resume.
 
 A response depends on the seed, its prompt and its index among the n responses, not on other prompts: a resumed run
 writes the same file as an uninterrupted one.
@@ -48,13 +48,15 @@ logger = logging.getLogger(__name__)
 RESPONSES = "responses"
 """The column of the output file that contains the responses."""
 
+# Name of the job in the engine host; it has no others.
 _JOB = "generation"
 # A `collect` call returns after this time at the latest.
 _COLLECT_S = 2.0
-_SETTINGS = b"verl.generation"
+# Key of the settings in the metadata of the output file.
+_SETTINGS_KEY = b"verl.generation"
 _RESPONSE_TYPE = pa.list_(pa.string())
 
-# Keys of `rollout` that determine the responses; the others affect speed only.
+# Keys of `rollout` that determine the responses; the others affect only speed.
 _RESPONSE_KEYS = (
     "name",
     "temperature",
@@ -77,7 +79,7 @@ def generate_responses(config: GenerationConfig) -> Path:
     file."""
     one_line = config.trainer.console == LINE
     with show_startup(one_line), startup_phase("prompts"):
-        prompts = _Prompts(config)
+        prompts = _PromptBatches(config)
     output = Path(config.data.output_path).absolute()
     with ResponseStore(output, prompts.settings(), prompts.batches) as store:
         if store.finished:
@@ -99,8 +101,8 @@ def generate_responses(config: GenerationConfig) -> Path:
     return output
 
 
-class _Prompts:
-    """The rows of the files, their tokenised prompts, and the batches to generate."""
+class _PromptBatches:
+    """The rows of the data files with their tokenised prompts, divided into batches."""
 
     def __init__(self, config: GenerationConfig) -> None:
         self.config, data = config, config.data
@@ -112,7 +114,7 @@ class _Prompts:
             raise DataError(problems)
         self.count = len(rows) if data.max_samples < 0 else min(data.max_samples, len(rows))
         self.batches = -(-self.count // data.batch_size)
-        self.table = _table(rows, self.count)
+        self.table = _read_rows(rows, self.count)
         self.model_path = resolve_model_path(config.model.path)
         check_context_length(config, self.model_path)
         self.tokenizer = hf_tokenizer(self.model_path, trust_remote_code=config.model.trust_remote_code)
@@ -124,7 +126,7 @@ class _Prompts:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings that determine the responses."""
+        """Return all settings that determine the responses, by name."""
         data = self.config.data
         digest = hashlib.blake2b(digest_size=16)
         for row in range(self.count):
@@ -150,16 +152,17 @@ class _Prompts:
         return prompt_rows([*map(self._ids, numbers)], [*map(self._tokens.uid, numbers)], self.config.data.n_samples)
 
     def _ids(self, row: int) -> np.ndarray:
+        """Return the token ids of a prompt, truncated to the maximum length."""
         data = self.config.data
         return truncate(self._tokens.tokens[row], data.max_prompt_length, data.truncation)
 
 
-def _generate(config: GenerationConfig, prompts: _Prompts, store: ResponseStore, missing: list[int]) -> str:
+def _generate(config: GenerationConfig, prompts: _PromptBatches, store: ResponseStore, missing: list[int]) -> str:
     """Generate and store the missing batches, and show the progress; return a summary."""
     n, console = config.data.n_samples, config.trainer.console
     status = RunStatus(prompts.batches, prompts.batches - len(missing))
     with show_startup(console == LINE), startup_phase("engine"):
-        engine = _engine(config, prompts.model_path)
+        engine = _open_engine(config, prompts.model_path)
     lengths: list[int] = []
     with engine as rollout, show_status(status.snapshot, console), status.phase("rollout"):
         start, host = time.monotonic(), EngineHost(rollout)
@@ -193,18 +196,18 @@ def _completed_batches(
     The next batch is submitted when fewer than `capacity` rows are in flight: the engine stays full, and only started
     batches are in memory.
     """
-    in_flight: dict[str, tuple[int, int]] = {}  # by trajectory: its batch and row
-    responses: dict[int, dict[int, list[int]]] = {}
-    sizes: dict[int, int] = {}
-    waiting = next(batches, None)
-    while waiting is not None or in_flight:
-        while waiting is not None and len(in_flight) < capacity:
-            number, rows = waiting
+    in_flight: dict[str, tuple[int, int]] = {}  # name of a trajectory -> number of its batch, and its row there
+    responses: dict[int, dict[int, list[int]]] = {}  # number of a batch -> row -> tokens
+    sizes: dict[int, int] = {}  # number of a batch -> rows
+    next_batch = next(batches, None)
+    while next_batch is not None or in_flight:
+        while next_batch is not None and len(in_flight) < capacity:
+            number, rows = next_batch
             trajectories = trajectories_from_prompts(rows)
             in_flight |= {trajectory.name: (number, row) for row, trajectory in enumerate(trajectories)}
             responses[number], sizes[number] = {}, len(rows)
             host.submit(_JOB, rows)
-            waiting = next(batches, None)
+            next_batch = next(batches, None)
         reply, _ = host.collect(host.id, _COLLECT_S, with_partials=False)
         host.raise_if_failed()
         if reply.headers is None:
@@ -214,11 +217,11 @@ def _completed_batches(
             number, row = in_flight.pop(name)
             responses[number][row] = reply.headers.last_tokens(index).tolist()
         for number in [number for number, size in sizes.items() if len(responses[number]) == size]:
-            done = responses.pop(number)
-            yield number, [done[row] for row in range(sizes.pop(number))]
+            completed = responses.pop(number)
+            yield number, [completed[row] for row in range(sizes.pop(number))]
 
 
-def _engine(config: GenerationConfig, model_path: str) -> BaseRollout:
+def _open_engine(config: GenerationConfig, model_path: str) -> BaseRollout:
     model = as_config(ModelConfig, config.model.to_dict(), at="actor_rollout_ref.model")
     # RolloutConfig does not allow temperature 0, which training never uses; it is passed to `EngineHost.start` instead.
     settings = {**config.rollout.to_dict(), "temperature": config.rollout.temperature or 1.0}
@@ -226,10 +229,11 @@ def _engine(config: GenerationConfig, model_path: str) -> BaseRollout:
 
 
 class ResponseStore:
-    """Context that locks `output` and stores the responses of `batches` batches on disk until `finish` writes `output`.
+    """Stores the responses of each batch on disk, until `finish` writes the file `output`. A context manager that locks
+    `output`.
 
-    Each batch is a file in a folder beside the output. The folder and the output file also contain the settings that
-    determine the responses: a later run with the same settings continues with the missing batches.
+    Each batch is a file in a folder beside `output`. The folder and `output` also contain the settings that determine
+    the responses: a later run with the same settings continues with the missing batches.
     """
 
     def __init__(self, output: Path, settings: Mapping[str, Any], batches: int) -> None:
@@ -241,13 +245,13 @@ class ResponseStore:
         self._lock = FileLock(output.with_name(f".{output.name}.lock"))
 
     def __enter__(self) -> ResponseStore:
-        """Lock the output. Raises ValueError if another run holds it or the stored settings differ."""
+        """Lock the output. Raises ValueError if another run has locked it, or if the stored settings differ."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise ValueError(
-                f"data.output_path: another run is writing {self.output}. Wait, or choose another."
+                f"data.output_path: another run is writing {self.output}. Wait, or choose another path."
             ) from error
         try:
             self._check_settings()
@@ -259,7 +263,7 @@ class ResponseStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Unlinked before the release: a run that starts in between creates and locks a new file.
+        # Deleted while it is locked: a run that starts after the release would otherwise lose the file that it locked.
         Path(self._lock.lock_file).unlink(missing_ok=True)
         self._lock.release()
 
@@ -274,21 +278,22 @@ class ResponseStore:
 
     def add(self, number: int, responses: Sequence[Sequence[str]]) -> None:
         """Store the responses to each prompt of a batch; they are on disk when this returns."""
-        _write(pa.table({RESPONSES: pa.array(responses, _RESPONSE_TYPE)}), self._part(number))
+        _write_parquet(pa.table({RESPONSES: pa.array(responses, _RESPONSE_TYPE)}), self._part(number))
 
     def finish(self, rows: pa.Table) -> None:
         """Write `rows` with their responses atomically, and remove the folder."""
         parts = [pq.read_table(self._part(number)).column(RESPONSES) for number in range(self._batches)]
         responses = pa.chunked_array([chunk for part in parts for chunk in part.chunks], _RESPONSE_TYPE)
         table = rows.append_column(RESPONSES, responses)
-        metadata = {**(table.schema.metadata or {}), _SETTINGS: json.dumps(self._settings).encode()}
-        _write(table.replace_schema_metadata(metadata), self.output)
+        metadata = {**(table.schema.metadata or {}), _SETTINGS_KEY: json.dumps(self._settings).encode()}
+        _write_parquet(table.replace_schema_metadata(metadata), self.output)
         shutil.rmtree(self.folder)
 
     def _check_settings(self) -> None:
+        """Compare the settings with those stored in the output or the folder; store them if there are none."""
         if self.output.exists():
             try:
-                stored = (pq.read_schema(self.output).metadata or {}).get(_SETTINGS)
+                stored = (pq.read_schema(self.output).metadata or {}).get(_SETTINGS_KEY)
             except pa.ArrowInvalid:
                 stored = None
             self._compare_settings(self.output, None if stored is None else json.loads(stored))
@@ -317,7 +322,8 @@ class ResponseStore:
         return self.folder / f"{number:06d}.parquet"
 
 
-def _write(table: pa.Table, file: Path) -> None:
+def _write_parquet(table: pa.Table, file: Path) -> None:
+    """Write a file atomically."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink)
     with atomic_write(file) as stream:
@@ -325,6 +331,7 @@ def _write(table: pa.Table, file: Path) -> None:
 
 
 def _check_lengths(rows: Rows, prompts: PromptTokens, config: GenerationConfig) -> None:
+    """Raise DataError for prompts that are too long, unless they are to be truncated."""
     limit, lengths = config.data.max_prompt_length, prompts.tokens.lengths
     too_long = np.flatnonzero(lengths > limit)
     if len(too_long) and config.data.truncation == "error":
@@ -338,7 +345,7 @@ def _check_lengths(rows: Rows, prompts: PromptTokens, config: GenerationConfig) 
         )
 
 
-def _table(rows: Rows, count: int) -> pa.Table:
+def _read_rows(rows: Rows, count: int) -> pa.Table:
     """Return the first `count` rows of all files with all of their columns."""
     tables: list[pa.Table] = []
     for data_file in rows.data_files:

@@ -1,14 +1,14 @@
 """RolloutBuffer: tracks prompt groups in flight and finished groups, and selects the groups of the next batch.
 
-A version is the number of trained batches; the trainer takes one batch per version. A group sent at version `v` is
-trained at version `v + max_staleness` at the latest, or dropped. `capacity` makes that possible: groups in flight,
-finished or in the current batch never exceed `max_staleness + 1` batches, which also bounds memory. No prompt is sent
-while two batches are finished or being trained: if training is the bottleneck, responses do not age in the queue.
-Groups that finish early are trained early.
+A version is the number of trained batches; the trainer takes one batch per version. A group submitted at version `v` is
+trained at version `v + max_staleness` at the latest (*in time*), or dropped. `capacity` makes that possible: groups in
+flight, finished or in the current batch never exceed `max_staleness + 1` batches, which also bounds memory. No prompt
+is submitted while two batches are finished or being trained, so that responses do not become stale in the buffer if
+training is the bottleneck. Groups that finish early are trained early.
 
 Strategy `wait`: a batch is delayed if otherwise not all groups in flight could be trained in time. Strategy `drop`:
-groups that became too old are dropped, and their prompts are returned to the source. A prompt is dropped once: batches
-wait for its second group, since long responses would otherwise never be trained.
+groups that became too old are dropped, and their prompts are submitted again later. A prompt is dropped at most once:
+batches wait for its second group, since long responses would otherwise never be trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 IN_FLIGHT, FINISHED, SURPLUS = "in_flight", "finished", "surplus"
-"""Why a group became too old: it did not finish; it finished, but batches were full; it was a surplus group."""
+"""Reasons why a group became too old: it did not finish; it finished, but earlier batches were full; batches waited,
+so it was one of the surplus groups."""
 TRAINED_STALE = "stale_samples"
 """Key in `RolloutBuffer.counts`: responses that were trained at a later version than that of their oldest token."""
 
@@ -29,7 +30,7 @@ class PromptGroup:
     """The responses to one prompt, from submission to training."""
 
     serial: int
-    """Number in the order of submission; a prompt that is sent again gets a new one."""
+    """Number in the order of submission; a prompt that is submitted again gets a new one."""
     uid: str
     response_count: int
     sent_at: int
@@ -39,7 +40,7 @@ class PromptGroup:
     partial: int = 0
     """Number of responses with tokens of several weight versions."""
     state: Any = None
-    """Data of the caller."""
+    """Data of the caller, not used here."""
     promised: bool = False
     """Whether the group is guaranteed to be trained in time: batches wait for it."""
 
@@ -63,7 +64,7 @@ class _TrainedGroup:
 
 
 class RolloutBuffer:
-    """Plain bookkeeping without clock, threads or tensors. The module docstring states its guarantees."""
+    """Counts and selects groups; has no clock, threads or tensors. The module docstring states its guarantees."""
 
     def __init__(
         self,
@@ -75,17 +76,17 @@ class RolloutBuffer:
         batches: int | None = None,
     ) -> None:
         """`in_order`: groups are trained in the order of submission. `surplus`: number of additional groups in flight,
-        because dynamic sampling rejects some. `batches`: number of batches of the run; nothing is sent beyond it.
+        because dynamic sampling rejects some. `batches`: number of batches of the run, for which prompts are submitted.
         """
-        self._per_batch, self._max_staleness, self._in_order = groups_per_batch, max_staleness, in_order
-        self._waits, self._surplus, self._batches = strategy == "wait", surplus, batches
+        self._groups_per_batch, self._max_staleness, self._in_order = groups_per_batch, max_staleness, in_order
+        self._wait, self._surplus, self._num_batches = strategy == "wait", surplus, batches
         self._in_flight: dict[int, PromptGroup] = {}
         self._finished: dict[int, PromptGroup] = {}
         self._promised = 0
         """Number of promised groups in `_in_flight` and `_finished`, counted here so that `add` takes constant time."""
         self._last_serial = -1
         self._dropped_uids: set[str] = set()
-        """The `uid` of dropped prompts that were not sent again yet."""
+        """The `uid` of dropped prompts that were not submitted again yet."""
         self._batch_version = -1
         self._batch: dict[int, _TrainedGroup] = {}
         self.counts: Counter[str] = Counter()
@@ -96,34 +97,37 @@ class RolloutBuffer:
         """The largest staleness that was trained."""
 
     def capacity(self, version: int) -> int:
-        """Number of prompts that may be sent now."""
+        """Return the number of prompts that may be submitted now."""
         batches = self._max_staleness + 1
-        if self._batches is not None:
-            batches = min(batches, self._batches - version)
+        if self._num_batches is not None:
+            batches = min(batches, self._num_batches - version)
         if batches <= 0:
             return 0
-        finished = len(self._finished) + len(self._training(version))
-        most = batches * self._per_batch - len(self._in_flight)
-        # Finished groups beyond the next batch would only become stale, so no more prompts are sent.
-        return max(0, min(most, 2 * self._per_batch) + self._surplus - finished)
+        finished = len(self._finished) + len(self._in_training(version))
+        limit = batches * self._groups_per_batch - len(self._in_flight)
+        # At most two batches may be finished or in training: more finished groups would only become stale.
+        return max(0, min(limit, 2 * self._groups_per_batch) + self._surplus - finished)
 
     def add(self, group: PromptGroup) -> None:
-        """Add a group that was submitted."""
+        """Add a group that was submitted; decide whether it is guaranteed to be trained in time (`promised`)."""
         if group.serial <= self._last_serial:
-            raise ValueError(f"group {group.serial}: sent after {self._last_serial}. Number groups as they are sent.")
+            raise ValueError(
+                f"group {group.serial}: submitted after {self._last_serial}. Number groups in order of submission."
+            )
         self._last_serial = group.serial
         was_dropped = group.uid in self._dropped_uids
         self._dropped_uids.discard(group.uid)
-        # Promised groups must fit into the batches up to the last one that may train this group.
-        promised = self._promised + len(self._training(group.sent_at))
-        group.promised = (self._waits or was_dropped) and promised < (self._max_staleness + 1) * self._per_batch
+        # Promised groups must fit into the batches up to the last one in which this group may be trained.
+        promised = self._promised + len(self._in_training(group.sent_at))
+        group.promised = (self._wait or was_dropped) and promised < (self._max_staleness + 1) * self._groups_per_batch
         self._promised += group.promised
         self._in_flight[group.serial] = group
 
     def mark_finished(self, group: PromptGroup, oldest: int, partial: int = 0) -> None:
         """Mark a group as finished. `oldest`: version of its oldest token. `partial`: see `PromptGroup.partial`."""
         del self._in_flight[group.serial]
-        # After a skipped update two versions have the same weights, but tokens cannot be older than the request.
+        # After a skipped update, two versions have the same weights and tokens may have the earlier one, but they
+        # cannot be older than the request.
         group.oldest, group.partial = max(oldest, group.sent_at), partial
         self._finished[group.serial] = group
 
@@ -132,10 +136,10 @@ class RolloutBuffer:
 
         `GroupStream.begin_step` cancels their rows and puts their prompts back.
         """
-        old = [group for group in self._all() if version - group.base_version > self._max_staleness]
+        old = [group for group in self._all_groups() if version - group.base_version > self._max_staleness]
         for group in old:
             reason = FINISHED if group.serial in self._finished else IN_FLIGHT
-            if self._waits or self._in_order:  # batches wait for all other groups
+            if self._wait or self._in_order:  # batches wait for all other groups
                 reason = SURPLUS
             (self._finished if group.serial in self._finished else self._in_flight).pop(group.serial)
             self._promised -= group.promised
@@ -146,10 +150,10 @@ class RolloutBuffer:
     def take(self, version: int) -> list[PromptGroup] | None:
         """Take the groups that the batch of this version still needs, in serial order; None: wait for groups in
         flight."""
-        count = self._per_batch - len(self._training(version))
+        count = self._groups_per_batch - len(self._in_training(version))
         if len(self._finished) < count:
             return None
-        fresh = [group for group in self._all() if version - group.base_version <= self._max_staleness]
+        fresh = [group for group in self._all_groups() if version - group.base_version <= self._max_staleness]
         if self._in_order:
             chosen = fresh[:count]
             if any(group.serial in self._in_flight for group in chosen):
@@ -162,17 +166,17 @@ class RolloutBuffer:
             chosen = sorted([*required, *others[: count - len(required)]], key=lambda group: group.serial)
         if len(chosen) < count:
             return None
-        self._use(chosen, version)
+        self._move_to_batch(chosen, version)
         return chosen
 
     def reject(self, groups: Iterable[PromptGroup]) -> None:
-        """Exclude finished groups, taken or not, from training. They are not sent again; other prompts may be sent
-        instead."""
+        """Exclude finished groups, taken or not, from training. They are not submitted again; other prompts may be
+        submitted instead."""
         for group in groups:
             if self._finished.pop(group.serial, None) is not None:
                 self._promised -= group.promised
-            if (used := self._batch.pop(group.serial, None)) is not None and used.staleness:
-                self.counts[TRAINED_STALE] -= used.response_count
+            if (taken := self._batch.pop(group.serial, None)) is not None and taken.staleness:
+                self.counts[TRAINED_STALE] -= taken.response_count
             self.counts["rejected"] += 1
 
     def in_flight(self) -> list[PromptGroup]:
@@ -190,20 +194,21 @@ class RolloutBuffer:
         `async/dropped/surplus`. Stale groups that were trained are in `async/staleness/*` and
         `fully_async/count/stale_samples_processed`.
         """
-        used = list(self._training(version).values())
-        responses = sum(group.response_count for group in used)
-        partial = sum(group.partial for group in used) / max(1, responses)
+        trained = list(self._in_training(version).values())
+        responses = sum(group.response_count for group in trained)
+        partial = sum(group.partial for group in trained) / max(1, responses)
         metrics = {
             "async/queue_depth": float(len(self._finished)),
             "async/in_flight": float(len(self._in_flight)),
-            "async/staleness/mean": sum(group.staleness * group.response_count for group in used) / max(1, responses),
-            "async/staleness/max": float(max((group.staleness for group in used), default=0)),
+            "async/staleness/mean": sum(group.staleness * group.response_count for group in trained)
+            / max(1, responses),
+            "async/staleness/max": float(max((group.staleness for group in trained), default=0)),
             "async/partial_share": partial,
             "fully_async/partial/partial_ratio": partial,
             "fully_async/count/stale_samples_processed": float(self.counts[TRAINED_STALE]),
         }
         for age in range(self._max_staleness + 1):
-            of_age = sum(group.response_count for group in used if group.staleness == age)
+            of_age = sum(group.response_count for group in trained if group.staleness == age)
             metrics[f"async/staleness/share_{age}"] = of_age / max(1, responses)
         new = self.counts - self._reported
         self._reported = self.counts.copy()
@@ -214,7 +219,7 @@ class RolloutBuffer:
         """Return the state for a checkpoint between versions: plain data, except the caller's data of groups (`rows`).
         Groups of the batch that is being trained are not included."""
         return {
-            "groups": [_saved_fields(group) for group in self._all()],
+            "groups": [_saved_fields(group) for group in self._all_groups()],
             "finished": list(self._finished),
             "last_serial": self._last_serial,
             "again": sorted(self._dropped_uids),
@@ -233,24 +238,25 @@ class RolloutBuffer:
         self._batch_version, self._batch = -1, {}
         self.counts, self._reported = Counter(state["counts"]), Counter(state["counts"])
 
-    def _all(self) -> list[PromptGroup]:
+    def _all_groups(self) -> list[PromptGroup]:
         return sorted([*self._in_flight.values(), *self._finished.values()], key=lambda group: group.serial)
 
-    def _training(self, version: int) -> dict[int, _TrainedGroup]:
+    def _in_training(self, version: int) -> dict[int, _TrainedGroup]:
         """Return the groups of the batch of this version, by serial."""
         return self._batch if self._batch_version == version else {}
 
-    def _use(self, chosen: Iterable[PromptGroup], version: int) -> None:
-        self._batch = self._training(version)
+    def _move_to_batch(self, chosen: Iterable[PromptGroup], version: int) -> None:
+        """Move finished groups to the batch of this version."""
+        self._batch = self._in_training(version)
         self._batch_version = version
         for group in chosen:
             del self._finished[group.serial]
             self._promised -= group.promised
-            self._batch[group.serial] = used = _TrainedGroup(
+            self._batch[group.serial] = trained = _TrainedGroup(
                 version - group.base_version, group.response_count, group.partial
             )
-            self.counts[TRAINED_STALE] += used.response_count if used.staleness else 0
-            self.max_trained_staleness = max(self.max_trained_staleness, used.staleness)
+            self.counts[TRAINED_STALE] += trained.response_count if trained.staleness else 0
+            self.max_trained_staleness = max(self.max_trained_staleness, trained.staleness)
 
     def _required(self, fresh: list[PromptGroup], version: int, count: int) -> set[PromptGroup] | None:
         """Return the finished groups that the batch must contain so that all promised groups can be trained in time;
@@ -261,10 +267,10 @@ class RolloutBuffer:
         """
         promised = [group for group in fresh if group.promised]
         chosen: set[PromptGroup] = set()
-        for last in sorted({group.base_version + self._max_staleness for group in promised}):
-            until = [group for group in promised if group.base_version + self._max_staleness <= last]
-            missing = min(len(until) - self._per_batch * (last - version), count) - len(chosen)
-            ready = [group for group in until if group.serial in self._finished and group not in chosen]
+        for deadline in sorted({group.base_version + self._max_staleness for group in promised}):
+            due = [group for group in promised if group.base_version + self._max_staleness <= deadline]
+            missing = min(len(due) - self._groups_per_batch * (deadline - version), count) - len(chosen)
+            ready = [group for group in due if group.serial in self._finished and group not in chosen]
             if missing > len(ready):
                 return None
             chosen |= set(ready[: max(0, missing)])
@@ -272,6 +278,7 @@ class RolloutBuffer:
 
 
 def _saved_fields(group: PromptGroup) -> dict[str, Any]:
+    """Return the fields of a group under their names in checkpoints."""
     return {_SAVED_NAMES.get(item.name, item.name): getattr(group, item.name) for item in fields(group)}
 
 

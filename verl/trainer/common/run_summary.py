@@ -1,9 +1,10 @@
-"""Summary of a run: what improved, where the time went, and next commands. For the end of a run and `verl summary`.
+"""Summary of a run, for its end and for `verl summary`: what improved, where the time went, and how to use less of it.
 
-ModeTimes: what the run would have taken in the other mode of `trainer.mode`, estimated from its phases and response
-lengths. The model: every decode step takes equally long, however many responses are decoded. A synchronous generation
-then takes as long as its longest response; an asynchronous one keeps the engine full and takes as long as the mean
-response, but generates the longest one within `max_staleness` + 1 steps. Other costs and devices are the same.
+ModeTimes estimates how long a step would have taken in the other mode of `trainer.mode` (sync, async), from phases and
+response lengths. Assumption: a decode step takes equally long for any number of responses. Synchronous generation then
+takes as long as its longest response. Asynchronous generation keeps the engine full and takes as long as the mean
+response, but has to generate the longest one within `max_staleness` + 1 steps. Other costs and the devices are the
+same.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from verl.utils.console import (
 )
 
 ASSUMPTION = "assuming that a decode step takes equally long for any number of responses"
-_GENERATION, _STEP = "timing_s/gen", "timing_s/step"
-_MEAN, _LONGEST = "response_length/mean", "response_length/max"
+_GENERATION_SECONDS, _STEP_SECONDS = "timing_s/gen", "timing_s/step"
+_MEAN_LENGTH, _MAX_LENGTH = "response_length/mean", "response_length/max"
 _ROLLOUT_IDLE = "rollouter/idle_ratio"
 
 METRICS_FILE, CONFIG_FILE = "metrics.jsonl", "config.json"
@@ -43,25 +44,30 @@ _CURVES = {
     "train/accuracy": ("train_accuracy", True),
     "val/accuracy": ("val_accuracy", True),
 }
-# Name of the time of steps without phases.
+# Name of a step's time if none of its phases was timed.
 _WHOLE_STEP = "training"
-# Name of the time outside of steps: data loading, logging.
-_BETWEEN = "between steps"
-# A longer time between two steps, in seconds and as a multiple of a step, is an interruption of the run.
-_INTERRUPTION_S, _INTERRUPTION = 60.0, 5.0
+# Name of the time between steps: data loading, logging.
+_BETWEEN_STEPS = "between steps"
+# A time between two steps that is longer than these seconds and this multiple of a step is an interruption of the run.
+_INTERRUPTION_S, _INTERRUPTION_STEPS = 60.0, 5.0
+# Phases below this share of the time are not listed.
 _MIN_SHARE = 0.01
+# The slowest step is listed if it takes more than this multiple of the median.
 _SLOW_STEP = 2.0
-_INTERNAL_NAMES = {name: key for key, name in PHASE_NAMES.items()}
+# Name of a phase on the console -> name in metrics.
+_METRIC_NAMES = {name: key for key, name in PHASE_NAMES.items()}
 
 
 @dataclass(frozen=True)
 class _Hint:
-    """A change that makes a phase faster. `only_if`: (key, value) that the configuration must have, if it is known."""
+    """A change that makes a phase faster."""
 
     text: str
     only_if: tuple[str, Any] | None = None
+    """(key, value) of the configurations that it applies to; None: all."""
 
     def applies(self, config: Any) -> bool:
+        """Return whether the hint applies to a configuration; True if that is unknown."""
         if config is None or self.only_if is None:
             return True
         key, value = self.only_if
@@ -86,7 +92,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _UPDATE = ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 _FORWARD = ("forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
 _LOG_PROB = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
-# Changes for a phase that takes most of the time.
+# Hints for the phase that takes most of the time, by its name in metrics.
 _HINTS: dict[str, tuple[_Hint, ...]] = {
     "gen": (
         _Hint("shorter responses (data.max_response_length)"),
@@ -148,27 +154,31 @@ class ModeSettings:
 
 @dataclass
 class ModeTimes:
-    """Sums over the steps of a run after the first, which includes compilation."""
+    """Sums over the steps of a run except the first, which includes compilation. Times are in seconds."""
 
     steps: int = 0
     seconds: float = 0.0
     waiting: float = 0.0
-    """Generation of a synchronous run; of an asynchronous run, the trainer's waits for responses."""
+    """Time of the phase gen: the generation of a synchronous run, the trainer's waits for responses of an asynchronous
+    one."""
     busy: float = 0.0
-    """Asynchronous runs: seconds of generation at full capacity, if it overlaps training."""
+    """Asynchronous runs: generation at full capacity, if it overlaps training."""
     mean_length: float = 0.0
+    """Sum of the mean response lengths of the steps."""
     longest: float = 0.0
+    """Sum of the maximum response lengths of the steps."""
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Add the metrics of a step; steps without response lengths are left out."""
-        if any(key not in metrics for key in (_GENERATION, _STEP, _MEAN, _LONGEST)) or not metrics[_LONGEST]:
+        required = (_GENERATION_SECONDS, _STEP_SECONDS, _MEAN_LENGTH, _MAX_LENGTH)
+        if any(key not in metrics for key in required) or not metrics[_MAX_LENGTH]:
             return
         self.steps += 1
-        self.seconds += float(metrics[_STEP])
-        self.waiting += float(metrics[_GENERATION])
-        self.busy += float(metrics[_STEP]) * (1.0 - float(metrics.get(_ROLLOUT_IDLE, 0.0)))
-        self.mean_length += float(metrics[_MEAN])
-        self.longest += float(metrics[_LONGEST])
+        self.seconds += float(metrics[_STEP_SECONDS])
+        self.waiting += float(metrics[_GENERATION_SECONDS])
+        self.busy += float(metrics[_STEP_SECONDS]) * (1.0 - float(metrics.get(_ROLLOUT_IDLE, 0.0)))
+        self.mean_length += float(metrics[_MEAN_LENGTH])
+        self.longest += float(metrics[_MAX_LENGTH])
 
     def estimate(self, settings: ModeSettings) -> float | None:
         """Return the seconds of a step in the other mode: async for a synchronous run, else sync; None: unknown."""
@@ -195,25 +205,28 @@ class ModeTimes:
 
 
 def async_step_seconds(step: float, generation: float, evenness: float, max_staleness: int) -> float:
-    """Estimate the step of an asynchronous run on the same devices, which train and generate in turn, from a
-    synchronous one. `evenness`: mean response length over the longest."""
+    """Estimate the seconds of a step of an asynchronous run from those of a synchronous run on the same devices.
+
+    They train and generate in turn. `evenness`: mean response length divided by the longest.
+    """
     return step - generation * (1.0 - _async_share(evenness, max_staleness))
 
 
 def sync_step_seconds(
     step: float, waiting: float, evenness: float, max_staleness: int, busy: float | None = None
 ) -> float:
-    """Estimate the step of a synchronous run from an asynchronous one.
+    """Estimate the seconds of a step of a synchronous run from those of an asynchronous run.
 
-    `busy`: seconds of generation per step if it overlaps training; None: it runs only while training waits.
+    `evenness`: see `async_step_seconds`. `busy`: seconds of generation per step if it overlaps training; None: it runs
+    only while training waits.
     """
     generation = waiting if busy is None else max(waiting, busy)
     return step - waiting + generation / _async_share(evenness, max_staleness)
 
 
 def _async_share(evenness: float, max_staleness: int) -> float:
-    """Return the generation of an asynchronous step as a share of that of a synchronous one: of mean instead of longest
-    responses, but the longest one must be generated within `max_staleness` + 1 steps."""
+    """Return the generation time of an asynchronous step divided by that of a synchronous one: mean instead of longest
+    response, but the longest one must be generated within `max_staleness` + 1 steps."""
     return max(evenness, 1.0 / (max_staleness + 1))
 
 
@@ -241,7 +254,7 @@ class Curve:
 
 @dataclass
 class RunSummary:
-    """Collects the metrics of steps: a few numbers per step are kept."""
+    """Summary of the metrics of the steps so far. Memory: one number per step, and totals."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -249,9 +262,13 @@ class RunSummary:
     first_step: dict[str, float] = field(default_factory=dict)
     """`seconds` of the first step, which includes compilation."""
     step_seconds: dict[int, float] = field(default_factory=dict)
+    """Seconds of each step."""
     tokens: float = 0.0
+    """Tokens of all steps."""
     waiting_for_one_rank: float = 0.0
+    """Seconds in which all other ranks waited for the slowest one."""
     tool_shares: list[float] = field(default_factory=list)
+    """`TOOL_SHARE` of each step with agents."""
     mode_times: ModeTimes = field(default_factory=ModeTimes)
     """For the estimate of the other mode of `trainer.mode`; without the first step."""
     last_time: float | None = None
@@ -274,8 +291,8 @@ class RunSummary:
         phases |= {PHASE_NAMES.get(name, name): float(metrics.get(f"timing_s/{name}", 0.0)) for name in AFTER_STEP}
         if previous is not None:
             between = logged_at - previous - sum(phases.values())
-            if 0 < between < max(_INTERRUPTION_S, _INTERRUPTION * sum(phases.values())):
-                phases[_BETWEEN] = between
+            if 0 < between < max(_INTERRUPTION_S, _INTERRUPTION_STEPS * sum(phases.values())):
+                phases[_BETWEEN_STEPS] = between
         for name, seconds in phases.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if len(self.step_seconds) == 1:
@@ -292,20 +309,20 @@ class RunSummary:
         return dict(sorted(self.seconds.items(), key=lambda item: -item[1]))
 
     def bottleneck(self, names: Mapping[str, str] = MappingProxyType({}), config: Any = None) -> str:
-        """Return one line: the phase that took most of the time after the first step, and hints. `names` and `config`:
-        see `describe_bottleneck`."""
+        """Return one line: the phase that took most of the time after the first step, and hints. Arguments: see
+        `describe_bottleneck`."""
         first = self.first_step if len(self.step_seconds) > 1 else {}
         later = {name: value - first.get(name, 0.0) for name, value in self.seconds.items()}
-        named = {name: value for name, value in later.items() if name not in ("other", _BETWEEN)}
-        seconds = {_INTERNAL_NAMES.get(name, name): value for name, value in named.items()}
+        named = {name: value for name, value in later.items() if name not in ("other", _BETWEEN_STEPS)}
+        seconds = {_METRIC_NAMES.get(name, name): value for name, value in named.items()}
         tool_share = sum(self.tool_shares) / max(1, len(self.tool_shares))
         text = describe_bottleneck(seconds, tool_share, names, config)
         return f"after the first step, {text}" if first else text
 
     def other_mode(self, config: Any) -> str | None:
-        """Return a line with the estimated step of the other `trainer.mode`; None without an estimate.
+        """Return a line with the estimated time of a step in the other `trainer.mode`; None if there is no estimate.
 
-        The lengths of responses do not indicate the time of agents with tools.
+        There is none for agents with tools, whose time does not depend on response lengths alone.
         """
         settings = None if config is None else ModeSettings.from_config(config)
         return None if settings is None or any(self.tool_shares) else self.mode_times.render(settings)
@@ -325,6 +342,7 @@ class RunSummary:
         return "\n".join(lines)
 
     def _time_lines(self, total: float, config: Any) -> list[str]:
+        """Return the table of phases, slow steps and ranks, and the bottleneck. `total`: seconds of all phases."""
         if not self.step_seconds or total <= 0:
             return []
         lines, count = ["  phase             seconds  share  per step"], len(self.step_seconds)
@@ -351,9 +369,12 @@ def describe_bottleneck(
     names: Mapping[str, str] = MappingProxyType({}),
     config: Any = None,
 ) -> str:
-    """Return one line: the phase that takes most of the time, and hints. `tool_share`: share of the agents' time that
-    they spend in tools. `names`: names of phases in the text where they differ from those in metrics. `config`: the
-    configuration of the run or its plain values; None: unknown, all hints are listed."""
+    """Return one line: the phase that takes most of the time, and hints.
+
+    `seconds`: by name of the phase in metrics. `tool_share`: share of the agents' time that they spend in tools.
+    `names`: other names for phases in the text. `config`: the configuration of the run or its plain values, which
+    excludes hints; None: unknown.
+    """
     phases = {name: value for name, value in seconds.items() if name != "step"}
     total = sum(phases.values())
     if total <= 0:
@@ -374,7 +395,7 @@ def _curve_values(metrics: Mapping[str, Any]) -> dict[str, tuple[float, bool]]:
 
 
 def read_summary(file: Path) -> RunSummary:
-    """Return the summary of a `metrics.jsonl`. Lines that are not complete records are left out."""
+    """Return the summary of a `metrics.jsonl`. Lines that are not complete records are ignored."""
     summary = RunSummary()
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -387,5 +408,5 @@ def read_summary(file: Path) -> RunSummary:
 
 
 def _number(value: Any) -> Any:
-    """Non-finite numbers are strings in the file."""
+    """Return the value of a metric in the file, where non-finite numbers are strings."""
     return float(value) if value in ("nan", "inf", "-inf") else value

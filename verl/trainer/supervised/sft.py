@@ -34,7 +34,7 @@ from verl.workers.reward_manager.scorer import ERROR_COLUMN, Sample
 from verl.workers.roles.supervised import SFTWorker
 from verl.workers.rollout.prompts import prompt_rows, response_end_tokens
 
-# Number of generated responses on the console; trackers receive `trainer.log_val_generations`.
+# Maximum number of generated responses on the console; trackers receive `trainer.log_val_generations` of them.
 _MAX_ON_CONSOLE = 3
 
 
@@ -51,19 +51,22 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
         super().__init__(config)
         self.saver.model_files = generation_config_file(self.config, self.tokenizer)
         has_prompts = bool(config.data.val_prompt_files)
-        self._generation = GenerativeValidation(self.config, self.tokenizer) if has_prompts else None
+        self._generative_validation = GenerativeValidation(self.config, self.tokenizer) if has_prompts else None
 
     @property
     def validates(self) -> bool:
-        return super().validates or self._generation is not None
+        """Whether the run has validation rows or prompts."""
+        return super().validates or self._generative_validation is not None
 
     def _validate(self) -> dict[str, float]:
         metrics = super()._validate()
         # A requested stop leaves only `trainer.save_within` seconds for the save: they are not spent on generation.
         must_save_now = self.stop_requested.is_set() and self.config.trainer.save_within is not None
-        if self._generation is None or must_save_now:
+        if self._generative_validation is None or must_save_now:
             return metrics
-        return metrics | self._generation.run(self.worker_group, self.global_steps, self.tracking, self.recorder)
+        return metrics | self._generative_validation.run(
+            self.worker_group, self.global_steps, self.tracking, self.recorder
+        )
 
     def create_dataset(self, is_train: bool) -> Any:
         return create_sft_dataset(self.config.data, self.tokenizer, is_train)
@@ -79,7 +82,7 @@ class SFTTrainer(SupervisedTrainer[SFTConfig]):
             self.row_record.rows(batch, output.batch["log_probs"], self.global_steps)
 
     def record_validation(self, record: ValidationRecord, batch: DataProto, result: DataProto) -> None:
-        if self._generation is None:  # its responses are recorded instead
+        if self._generative_validation is None:  # otherwise the generated responses are recorded
             record.add_rows(batch, result)
 
 
@@ -105,11 +108,11 @@ def prompt_response_batch(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_
     prompts, responses = _split_and_pad([row["input_ids"] for row in rows], splits, pad_token_id)
     attention_mask = torch.cat(_split_and_pad([row["attention_mask"] for row in rows], splits, 0), dim=1)
     masks = [row["loss_mask"] for row in rows]
-    weights = {}
+    loss_weights: dict[str, torch.Tensor] = {}
     if any(mask.is_floating_point() for mask in masks):
-        weights["loss_weights"] = _split_and_pad([mask.float() for mask in masks], splits, 0)[1]
+        loss_weights["loss_weights"] = _split_and_pad([mask.float() for mask in masks], splits, 0)[1]
         masks = [(mask != 0).long() for mask in masks]
-    return weights | {
+    return loss_weights | {
         "prompts": prompts,
         "responses": responses,
         "input_ids": torch.cat([prompts, responses], dim=1),
@@ -120,28 +123,31 @@ def prompt_response_batch(rows: Sequence[Mapping[str, torch.Tensor]], pad_token_
 
 
 def _first_loss_token(loss_mask: torch.Tensor) -> int:
-    """Return where the response begins (see `prompt_response_batch`); the length of the row if no token has loss."""
+    """Return the position at which the response begins (see `prompt_response_batch`); the length of the row if no token
+    has loss."""
     marked = loss_mask.nonzero()
     return max(1, int(marked[0])) if len(marked) else len(loss_mask)
 
 
 def _split_and_pad(
-    sequences: Sequence[torch.Tensor], splits: Sequence[int], fill: int
+    sequences: Sequence[torch.Tensor], splits: Sequence[int], padding_value: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the parts of the sequences before the split, padded on the left, and after it, padded on the right."""
+    """Split each sequence at its position in `splits`; return the first parts, left-padded, and the others,
+    right-padded."""
     before = [sequence[:split] for sequence, split in zip(sequences, splits, strict=True)]
     after = [sequence[split:] for sequence, split in zip(sequences, splits, strict=True)]
     return (
-        pad_sequence(before, batch_first=True, padding_value=fill, padding_side="left"),
-        pad_sequence(after, batch_first=True, padding_value=fill),
+        pad_sequence(before, batch_first=True, padding_value=padding_value, padding_side="left"),
+        pad_sequence(after, batch_first=True, padding_value=padding_value),
     )
 
 
 def generation_config_file(config: SFTConfig, tokenizer: object) -> dict[str, bytes]:
-    """Return {"generation_config.json": content} with all end tokens; {} if the model's own file has all of them.
+    """Return the file to export with the model, {"generation_config.json": content}, with all end tokens; {} if the
+    file of the initial model has all of them.
 
-    The end token of a base model differs from that of chat responses: engines that read only this file would continue
-    after the end of a response.
+    The end token of a base model differs from that of chat responses: an engine that reads end tokens only from this
+    file would continue after the end of a response.
     """
     from transformers import GenerationConfig
 
@@ -153,9 +159,9 @@ def generation_config_file(config: SFTConfig, tokenizer: object) -> dict[str, by
         generation = GenerationConfig.from_pretrained(folder)
     except OSError:  # the model has no generation_config.json
         generation = GenerationConfig.from_model_config(hf_config)
-    known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-    ids = [token for token in dict.fromkeys([*known, *sorted(end_tokens.ids)]) if token is not None]
-    if ids == known:
+    old_ids = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    ids = [token for token in dict.fromkeys([*old_ids, *sorted(end_tokens.ids)]) if token is not None]
+    if ids == old_ids:
         return {}
     generation.eos_token_id = ids
     return {"generation_config.json": generation.to_json_string().encode()}
@@ -175,16 +181,17 @@ class GenerativeValidation:
         self._check_lengths()
         self._end_tokens = response_end_tokens(config.model, config.rollout, tokenizer, data.apply_chat_template_kwargs)
 
-    def run(self, group: Any, step: int, tracking: Tracking, recorder: Recorder) -> dict[str, float]:
-        """Generate and score with the current weights of `group`; return the metrics of PPO's validation.
+    def run(self, worker_group: Any, step: int, tracking: Tracking, recorder: Recorder) -> dict[str, float]:
+        """Generate and score responses with the current weights of `worker_group`; return the same metrics as the
+        validation of PPO.
 
-        Some samples are logged, all are recorded.
+        `trainer.log_val_generations` samples are logged, all are recorded.
         """
         try:
-            group.resume_rollout(step)
-            output = group.generate(self._batch())
+            worker_group.resume_rollout(step)
+            output = worker_group.generate(self._batch())
         finally:
-            group.release_rollout()
+            worker_group.release_rollout()
         texts = self._tokenizer.batch_decode(list(output.non_tensor_batch["response_ids"]), skip_special_tokens=True)
         val_n = self._config.data.val_n
         samples = [self._sample(index // val_n, text) for index, text in enumerate(texts)]
