@@ -4,6 +4,7 @@ in an error. For `verl plan`: the largest batch, sequence length and model that 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
