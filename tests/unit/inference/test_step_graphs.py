@@ -301,7 +301,7 @@ class Host(RankHost):
 
     def __init__(self, worker: Any) -> None:
         super().__init__()
-        self._workers["actor"] = worker
+        self.workers["actor"] = worker
 
     def send(self, output: Any, shard: Any) -> Any:
         return output
