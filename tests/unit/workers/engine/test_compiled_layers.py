@@ -191,15 +191,8 @@ def test_layers_with_adapters_share_the_code(checkpointing, kernels):
     assert graphs == [3] * 4, "with and without adapters, and with gradient"
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "rank"),
-    [
-        (True, 4),
-        pytest.param(True, 0, marks=pytest.mark.slow),
-        pytest.param(False, 4, marks=pytest.mark.slow),
-        pytest.param(False, 0, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # the operator alone: tests/unit/models/test_tree_attention.py
+@pytest.mark.parametrize(("checkpointing", "rank"), [(True, 4), (True, 0), (False, 4), (False, 0)])
 def test_compiled_trees_have_the_gradients_of_plain_rows(checkpointing, rank, kernels, monkeypatch):
     """Of the operator as the compiler differentiates it: with recomputation, and weights that have no gradient."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(_compile_by_aot))
