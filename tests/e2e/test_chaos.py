@@ -21,7 +21,7 @@ def test_six_faults_cost_no_saved_step_no_prompt_and_no_bit(tmp_path):
     Each fault must be over within the command's own limit; how long all of them take together is no promise.
     """
     kinds = ["replica", "scorer", "saver", "controller", "GCS"]
-    command = [sys.executable, str(CHAOS), "--faults=6", "--layouts=apart", "--hang-timeout=10", f"--out={tmp_path}"]
+    command = [sys.executable, str(CHAOS), "--faults=6", "--layouts=separate", "--hang-timeout=10", f"--out={tmp_path}"]
     done = subprocess.run([*command, "--kinds", *kinds], capture_output=True, text=True, timeout=2900)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     faults = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
