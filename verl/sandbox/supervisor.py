@@ -52,7 +52,7 @@ def supervise(client: socket.socket, confinement: Confinement, cgroup: RunCgroup
         client.close()
         run_and_exit(lambda: run_init(init_end, confinement, cgroup))
     init_end.close()
-    supervisor = Supervisor(client, supervisor_end, init, RunProcesses(proc), confinement, cgroup)
+    supervisor = SandboxSupervisor(client, supervisor_end, init, RunProcesses(proc), confinement, cgroup)
     try:
         supervisor.serve()
     except (EOFError, ConnectionError, Cancelled):
@@ -61,7 +61,7 @@ def supervise(client: socket.socket, confinement: Confinement, cgroup: RunCgroup
         supervisor.kill_run()
 
 
-class Supervisor:
+class SandboxSupervisor:
     """The state of a run in the supervisor's process."""
 
     def __init__(

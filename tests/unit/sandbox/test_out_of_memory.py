@@ -17,7 +17,7 @@ import pytest
 from verl.sandbox import Limits, Sandbox, available, cgroup, streams
 from verl.sandbox.program import FINISHED, Confinement
 from verl.sandbox.streams import Pipes, ProgramOutput
-from verl.sandbox.supervisor import Supervisor
+from verl.sandbox.supervisor import SandboxSupervisor
 from verl.sandbox.types import Language
 from verl.sandbox.usage import RunProcesses
 
@@ -138,7 +138,7 @@ def test_no_message_is_read_after_the_kernel_killed_a_process(sender: str, tmp_p
         run = stack.enter_context(cgroup_of_files(tmp_path, 1, KILLED_V1))
         pipes = stack.enter_context(Pipes(b"", ProgramOutput(100)))
         confinement = Confinement(namespaces=True, landlock=0, seccomp=False, own_user=True, paths=())
-        supervisor = Supervisor(pairs["caller"][0], pairs["init"][0], 0, RunProcesses(None), confinement, run)
+        supervisor = SandboxSupervisor(pairs["caller"][0], pairs["init"][0], 0, RunProcesses(None), confinement, run)
         supervisor._limits = {"memory_mb": 64}
         if sender == "cell":
             pairs["cell"][1].sendall(FINISHED)

@@ -281,7 +281,7 @@ def _parse_reward(reward: Any) -> float:
 # ---------------------------------------------------------------- one server for all sessions of a worker
 
 
-class Gateway:
+class WorkerGateway:
     """The server of a worker; it runs while there are sessions."""
 
     def __init__(self, model: Model) -> None:
@@ -311,10 +311,10 @@ class Gateway:
                 self._stack = None
 
 
-_gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, Gateway] = WeakKeyDictionary()
+_gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, WorkerGateway] = WeakKeyDictionary()
 
 
-def _worker_gateway(loop: GatewayAgentLoop) -> Gateway:
+def _worker_gateway(loop: GatewayAgentLoop) -> WorkerGateway:
     """Return the gateway of this worker (one per event loop)."""
     if loop.loop not in _gateways:
         model_info = ModelInfo(
@@ -328,5 +328,5 @@ def _worker_gateway(loop: GatewayAgentLoop) -> Gateway:
         )
         parser = get_parser(loop.rollout_config.multi_turn.format)
         template_kwargs = loop.apply_chat_template_kwargs
-        _gateways[loop.loop] = Gateway(Model(model_info, loop.tokenizer, parser, template_kwargs, grammars=False))
+        _gateways[loop.loop] = WorkerGateway(Model(model_info, loop.tokenizer, parser, template_kwargs, grammars=False))
     return _gateways[loop.loop]

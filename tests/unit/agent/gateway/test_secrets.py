@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.support.gateway_server import running_gateway
-from verl.agent.gateway.agent import Gateway, describe_failure
+from verl.agent.gateway.agent import WorkerGateway, describe_failure
 from verl.agent.gateway.session import GatewaySession, Sessions
 from verl.inference.serving.api import ApiError
 
@@ -218,7 +218,7 @@ def test_sessions_without_requests_are_idle():
 
 
 async def test_agents_in_training_have_urls_with_secrets_of_their_own():
-    gateway = Gateway(None)
+    gateway = WorkerGateway(None)
     async with (
         gateway.session(GatewaySession("a" * 32, None)) as one,
         gateway.session(GatewaySession("b" * 32, None)) as other,
