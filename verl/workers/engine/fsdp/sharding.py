@@ -58,9 +58,9 @@ def shard(
     gathers = mesh["shard"].size() > 1
     score = getattr(model.hf, "score", None)
     # Frozen weights that are neither gathered nor cast are used as they are; fully_shard would copy them in each pass.
-    cast = set() if score is None else set(score.parameters())
+    # Those of the score head are cast to float32.
     frozen = {p for p in model.parameters() if not p.requires_grad and p.dtype == dtype}
-    unmanaged = set() if gathers else frozen - cast
+    unmanaged = set() if gathers else frozen - set(score.parameters() if score is not None else ())
     reshards, one_group = grouping(mesh["shard"].size(), reshard_after_forward)
     layers: list[Any] = [] if one_group else outermost_layers(model.hf)
     for layer in layers:
@@ -70,7 +70,7 @@ def shard(
             layer.set_modules_to_forward_prefetch([following])
     if score is not None:  # one value per token, for which half precision is too coarse
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        fully_shard(score, mesh=mesh, mp_policy=exact, ignored_params=unmanaged)
+        fully_shard(score, mesh=mesh, mp_policy=exact)
     # Embeddings and heads are used at the start and end of the pass: resharding them in between saves nothing.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False, ignored_params=unmanaged)
     for module in sharded_modules(model):
