@@ -36,15 +36,11 @@ STEPS = 3
 _FULL_BYTES = 12 * 7.62e9
 _SAVED = f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]"
 _PHASES = ("update_weights", "gen", "reward", "adv", "update_actor")
-# Overrides of each mode; {rank} is --lora-rank.
+# Overrides of each mode; those with adapters also set their rank.
 MODES: dict[str, list[str]] = {
-    "lora": [
-        f"{MODEL}.lora_rank={{rank}}",
-        f"{MODEL}.enable_gradient_checkpointing=False",
-        f"{ACTOR}.ppo_max_token_len_per_gpu=5120",
-    ],
+    "lora": [f"{MODEL}.enable_gradient_checkpointing=False", f"{ACTOR}.ppo_max_token_len_per_gpu=5120"],
     "full": [],
-    "lora, checkpointed": [f"{MODEL}.lora_rank={{rank}}"],
+    "lora, checkpointed": [],
     "full, larger micro-batches": [f"{ACTOR}.ppo_max_token_len_per_gpu=24576"],
 }
 
@@ -59,8 +55,9 @@ def measure(mode: str, folder: Path, checkpoints: Path, options: argparse.Namesp
     """Rows of the run and of the resumed run of a mode."""
     checkpoint_folder = checkpoints / mode
     keys = [f"{ACTOR}.use_dynamic_bsz=True", f"trainer.default_local_dir={checkpoint_folder}"]
-    keys += [key.format(rank=options.lora_rank) for key in MODES[mode]]
-    saves = not mode.startswith("full") or not torch.cuda.is_available() or has_space_for_full(checkpoints)
+    adapters = mode.startswith("lora")
+    keys += [*MODES[mode], *([f"{MODEL}.lora_rank={options.lora_rank}"] if adapters else [])]
+    saves = adapters or not torch.cuda.is_available() or has_space_for_full(checkpoints)
     saves = saves and not options.no_checkpoints
     keys += [_SAVED] if saves else []
     rows = [{"mode": mode, "run": f"{STEPS} steps", **run(mode, folder, keys, STEPS, options.limit)}]
