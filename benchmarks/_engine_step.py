@@ -6,7 +6,6 @@ second step of the schedule (`Work.lengths`).
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _shapes import synchronise
+from _shapes import release_memory, synchronise
 from _training_work import Work
 
 from verl.config import load_config
@@ -110,10 +109,7 @@ class Engine:
     def close(self) -> None:
         self.group.shutdown()
         del self.group
-        gc.collect()
-        torch._dynamo.reset()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(self.device)
 
 
 def measure_variant(

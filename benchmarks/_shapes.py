@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,8 +101,15 @@ def save_random_model(folder: Path, config: Any, dtype: torch.dtype, device: str
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
-    if device == "cuda":  # other processes need the memory
-        del model
+    del model
+    release_memory(device)  # other processes need it
+
+
+def release_memory(device: str) -> None:
+    """Release the memory of deleted engines: they are in reference cycles, and compiled code refers to them."""
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
         torch.cuda.empty_cache()
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from _report import report
-from _shapes import SHAPES, matmul_rate, shape_config
+from _shapes import SHAPES, matmul_rate, release_memory, shape_config
 from decode_step import decode_seconds, longest_measured, random_engine
 from prefix_sharing import Tokens, batch, build_engine, groups
 from training_step import _all_rows
@@ -44,6 +44,7 @@ def measure_training(shape: str, length: int, rows: int, device: str, rate: floa
 
     config, prompt = shape_config(shape), length // PROMPT_SHARE
     data = batch(groups(Tokens(config.vocab_size, 1.0), rows, 1, prompt, length - prompt), config.vocab_size)
+    release_memory(device)  # of the engine of another length
     engine = build_engine(shape, device, longest=length, compiled=device == "cuda")
     loss = PolicyLoss(as_config(ActorConfig, {"loss_agg_mode": "token-mean"}))
     micro = MicroBatching(max_tokens=length)
@@ -93,7 +94,7 @@ def plan_rows(shape: str, lengths: list[int], gpu: str) -> list[dict[str, Any]]:
 
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        context = max(lengths) * 8
+        context = max(lengths) * 64  # memory is the limit, not the context
         shape_config(shape, max_position_embeddings=context).save_pretrained(folder)
         overrides = [
             "algorithm=grpo",
@@ -107,7 +108,8 @@ def plan_rows(shape: str, lengths: list[int], gpu: str) -> list[dict[str, Any]]:
         run = planned_run(parse_arguments([*overrides, "--gpus", "1", "data.max_prompt_length=1024"]))
         limit = largest_length(run.config, context, run.load, run.plan)
         rows.append({"plan": "longest response on one device", "tokens": limit.value, "limit": limit.limit})
-        for length in [*lengths, 2 * max(lengths), 4 * max(lengths)]:
+        beyond = [limit.value * factor for factor in (2, 4)] if limit.value else []
+        for length in [*lengths, *beyond]:
             for ranks in (1, 2, 4, 8, 16):
                 keys = [f"data.max_response_length={length - 1024}", "data.max_prompt_length=1024"]
                 keys.append(f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ranks}")

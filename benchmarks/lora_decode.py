@@ -10,7 +10,6 @@ engine to a rollout in the same process: frozen weights once, then adapters only
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from _report import report
-from _shapes import SHAPES, shape_config, synchronise
+from _shapes import SHAPES, release_memory, shape_config, synchronise
 from decode_step import time_steps
 
 from verl.config import FSDPConfig, ModelConfig, OptimConfig, RolloutConfig, as_config
@@ -100,14 +99,8 @@ def decode_rows(folder: str, options: argparse.Namespace, steps: int) -> list[di
         for region in (engine.kv.region, engine.model.region):
             region.close()
         del engine
-        _free(options.device)
+        release_memory(options.device)
     return rows
-
-
-def _free(device: str) -> None:
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def training_engine(config: Any, rank: int, device: str) -> FSDPEngine:
@@ -131,7 +124,7 @@ def training_engine(config: Any, rank: int, device: str) -> FSDPEngine:
 
 def sync_rows(folder: str, config: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
     engine = training_engine(config, options.rank, options.device)
-    _free(options.device)
+    release_memory(options.device)
     rows = []
     for merged in (False, True):
         model = as_config(ModelConfig, {"path": folder, "lora_rank": options.rank}, "actor_rollout_ref.model")
@@ -145,7 +138,7 @@ def sync_rows(folder: str, config: Any, options: argparse.Namespace) -> list[dic
         rows.append(_sync_row(f"{name}, later syncs", syncs[1:]))
         rollout.close()
         del rollout, transfer
-        _free(options.device)
+        release_memory(options.device)
     return rows
 
 

@@ -14,7 +14,6 @@ script.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import pkgutil
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from _engine_step import STEP, batch, profile_calls
 from _report import report
-from _shapes import SHAPES, matmul_rate, save_random_model, synchronise
+from _shapes import SHAPES, matmul_rate, release_memory, save_random_model, synchronise
 from _training_work import Work
 
 from verl.config import ActorConfig, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig, as_config
@@ -93,10 +92,7 @@ class Step:
 
     def close(self) -> None:
         del self.engine
-        gc.collect()
-        torch._dynamo.reset()
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(self.device)
 
 
 def step_batch(work: Work) -> DataProto:
