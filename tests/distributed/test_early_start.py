@@ -40,12 +40,14 @@ def test_the_first_group_of_a_pool_uses_the_processes_and_a_later_one_starts_its
     assert (first.add(1), second.add(1)) == ([6], [8])
 
 
+@pytest.mark.slow
 def test_a_module_that_cannot_be_imported_does_not_prevent_the_start(pool):
     start_early([pool], ["no_such_module"])
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Counter, 5))
     assert group.add(1) == [6]
 
 
+@pytest.mark.slow
 def test_a_group_with_an_environment_starts_its_own_processes(pool):
     start_early([pool], [])
     started = early_pids(pool)
@@ -53,6 +55,7 @@ def test_a_group_with_an_environment_starts_its_own_processes(pool):
     assert not set(pids(group)) & set(started)
 
 
+@pytest.mark.slow
 def test_releasing_the_pool_ends_processes_that_no_group_uses(pool):
     start_early([pool], [])
     started = early_pids(pool)

@@ -82,6 +82,7 @@ def hang_of(act, timeout: float, phase: str = "update_actor") -> tuple[HangError
     return caught.value, time.monotonic() - began, status
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_in_seconds_the_call_ends_and_no_status_call_waits(group, caplog):
     pid = group.pids()[1]
     later(1.0, lambda: os.kill(pid, signal.SIGSTOP))

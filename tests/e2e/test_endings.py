@@ -40,6 +40,7 @@ def run_to_the_end(arguments: list[str], cwd: Path) -> subprocess.CompletedProce
     return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_what_the_task_runner_refuses_is_last_and_its_traceback_in_the_file_it_names(task, tmp_path):
     """The rows of a dataset of the user's own are only known to the task runner."""
     source = "from verl.utils.dataset.rl_dataset import RLHFDataset\n\n\nclass Mine(RLHFDataset):\n    pass\n"

@@ -37,6 +37,7 @@ def main_sft(*arguments, cwd):
     return run([sys.executable, "-m", "verl.trainer.main_sft", *arguments], cwd)
 
 
+@pytest.mark.slow
 def test_the_example_trains_on_preprocessed_gsm8k_and_its_checkpoint_is_a_model(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "data_preprocess"))  # the script imports its neighbour
     training_row = runpy.run_path(str(ROOT / "examples" / "data_preprocess" / "gsm8k.py"))["training_row"]

@@ -75,6 +75,7 @@ def test_only_groups_that_differ_are_trained_on(task, tmp_path):
     assert len(trainer.requested) == sum(row["filter_groups/num_gen_batches"] for row in trainer.history)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_between_two_generation_batches_goes_on_bit_for_bit(task, tmp_path):
     """The checkpoint holds prompts that were drawn and not used: none is lost, none is generated twice."""
     more = ("actor_rollout_ref.actor.optim.total_training_steps=8", "trainer.total_training_steps=4")

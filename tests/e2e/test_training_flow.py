@@ -49,6 +49,7 @@ def one_step(task: dict[str, str], folder: Path, *more: str) -> list[str]:
     return overrides(task, folder, *GRPO, *ONE_STEP, *IN_WAVES, "trainer.total_training_steps=1", *more)
 
 
+@pytest.mark.slow
 def test_a_step_without_a_log_prob_pass_that_scores_while_it_generates_is_the_same_step(task, tmp_path, flowing):
     """Weights are bit-identical; entropy, mismatch and reward metrics are present; the saved passes are absent."""
     plain = run_training(one_step(task, tmp_path, *SEPARATE))
@@ -84,6 +85,7 @@ def test_data_columns_with_internal_names_change_nothing(task, tmp_path, flowing
     assert_same_training(flowing, run_training(one_step(named, tmp_path)))
 
 
+@pytest.mark.slow
 def test_two_mini_batches_and_a_waiting_actor_have_a_log_prob_pass(task, tmp_path):
     """The second mini-batch starts from another policy; an actor that does not learn has no update to take it from."""
     warming = ("trainer.critic_warmup=1", "algorithm.adv_estimator=gae")

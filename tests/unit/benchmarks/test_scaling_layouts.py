@@ -24,6 +24,7 @@ def test_models_have_the_parameters_that_they_are_known_for(name):
     assert found == pytest.approx(BILLIONS[name], rel=0.015)
 
 
+@pytest.mark.slow
 def test_the_layouts_of_the_guide_are_those_that_the_command_prints():
     page = (ROOT / "docs/guides/large_models.md").read_text()
     section = page.partition("| model | GPUs | layout |")[2].partition("\n\n")[0]

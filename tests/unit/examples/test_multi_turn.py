@@ -108,6 +108,7 @@ async def test_the_customer_states_the_number_and_repeating_it_costs_reward(monk
         assert await customer.respond([{"role": "assistant", "content": "#### 7"}]) == (True, "", 0.0, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["calculator", "user"])
 def test_a_run_of_tool_agents_shares_prefixes_by_default(tasks, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("MULTI_TURN", str(FOLDER))

@@ -224,7 +224,14 @@ def test_large_fields_of_the_data_count_towards_the_budget(task, tmp_path):
     assert 0 < sum(run.groups.table(step=1)["recorded"].to_pylist()) < 8
 
 
-@pytest.mark.parametrize("record_setting", ["max_mb_per_step=0.006", "texts=False", "enable=False"])
+@pytest.mark.parametrize(
+    "record_setting",
+    [
+        "max_mb_per_step=0.006",
+        pytest.param("texts=False", marks=pytest.mark.slow),
+        pytest.param("enable=False", marks=pytest.mark.slow),
+    ],
+)
 def test_files_of_responses_are_complete_whatever_is_recorded(task, tmp_path, sync_run, record_setting):
     dumps = (f"trainer.rollout_data_dir={tmp_path}/rollouts", f"trainer.validation_data_dir={tmp_path}/val")
     settings = ("trainer.test_freq=1", "trainer.val_before_train=True", f"trainer.record.{record_setting}")

@@ -102,7 +102,10 @@ def test_a_validation_beyond_the_budget_keeps_the_same_sample_every_time(model, 
     assert {"groups": 4, "recorded": len(uids[0]), "stream": "validation"} in events
 
 
-@pytest.mark.parametrize("batching", ["data.micro_batch_size_per_gpu=3", "data.use_dynamic_bsz=True"])
+@pytest.mark.parametrize(
+    "batching",
+    [pytest.param("data.micro_batch_size_per_gpu=3", marks=pytest.mark.slow), "data.use_dynamic_bsz=True"],
+)
 def test_log_probs_belong_to_their_rows_for_all_micro_batches(sft_run, model, tmp_path, batching):
     limit = "data.max_token_len_per_gpu=70"
     run = recording.read(record_sft(model, tmp_path, batching, limit, "trainer.total_training_steps=1"))
@@ -234,6 +237,7 @@ def test_validation_pairs_become_correct_or_wrong(rm_run):
         assert np.mean(shares) == pytest.approx(metrics[step]["val/accuracy"])
 
 
+@pytest.mark.slow
 def test_pairs_keep_the_budget_and_the_settings_for_texts(model, tmp_path):
     one = "trainer.total_training_steps=1"
     run = recording.read(record_rm(model, tmp_path / "numbers", "trainer.record.texts=False", one))
@@ -252,6 +256,7 @@ def test_pairs_keep_the_budget_and_the_settings_for_texts(model, tmp_path):
     assert all(pair["loss"] > 0 for pair in pairs)
 
 
+@pytest.mark.slow
 def test_a_resumed_reward_model_has_every_step_once(model, tmp_path):
     record_rm(model, tmp_path, "trainer.save_freq=2", "trainer.total_training_steps=3")
     (tmp_path / "checkpoints/global_step_3").rename(tmp_path / "lost")

@@ -63,6 +63,7 @@ async def test_the_model_reads_what_its_program_printed_and_how_it_failed():
         assert "language 'cobol' is not one of" in cobol.text
 
 
+@pytest.mark.slow
 async def test_a_dead_server_costs_its_own_call_and_is_told_at_start():
     box = toolbox(SandboxFusionTool({"sandbox_fusion_url": "http://127.0.0.1:1"}))
     with pytest.raises(ConfigError, match=r"= code_interpreter: .*http://127\.0\.0\.1:1\b.*verl\.sandbox\.server"):

@@ -105,7 +105,7 @@ def run(task: dict[str, str], folder: Path, loop: str, *settings: str) -> Kept:
 @pytest.mark.parametrize(
     "correction",
     [
-        ("algorithm.rollout_correction.bypass_mode=True",),
+        pytest.param(("algorithm.rollout_correction.bypass_mode=True",), marks=pytest.mark.slow),
         ("algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=token"),
     ],
     ids=["bypass", "weights"],

@@ -97,6 +97,7 @@ def test_every_row_comes_once_per_epoch_however_many_processes_load(tmp_path, st
     check_every_row_comes_once_per_epoch(tmp_path, 23, 4, stops, workers)
 
 
+@pytest.mark.slow
 def test_prompts_of_real_files_are_resumed_with_their_uids(tmp_path):
     rows = [{"prompt": f"number {i}", "data_source": "x"} for i in range(23)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

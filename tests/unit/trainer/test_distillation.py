@@ -92,6 +92,7 @@ def test_each_row_gets_the_log_probs_of_its_own_teacher(task, tmp_path, sharing)
     assert not torch.allclose(expected["other"], expected["large"], atol=0.1)
 
 
+@pytest.mark.slow
 def test_alone_there_is_neither_reward_function_nor_critic_and_the_student_comes_nearer(task, tmp_path):
     given = [each for each in arguments(task, tmp_path, ALONE) if not each.startswith("custom_reward_function")]
     assert load_config(None, [*given, "actor_rollout_ref.rollout.n=null"]).actor_rollout_ref.rollout.n == 1

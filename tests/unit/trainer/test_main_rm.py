@@ -175,6 +175,7 @@ def reward_block(changes):
     return whole.reward_model.to_dict() | changes
 
 
+@pytest.mark.slow
 def test_adapters_and_head_learn_and_the_export_is_whole(model_path, files, caplog):
     lora = ["model.lora_rank=4", "model.lora_alpha=8", "optim.lr=2e-2", "data.val_files=pairs.jsonl"]
     with caplog.at_level("INFO"):

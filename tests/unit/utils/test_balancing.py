@@ -182,6 +182,7 @@ def test_equal_sizes_with_a_long_tail_put_the_shortest_rows_beside_the_longest()
     assert max(sums(lengths, get_seqlen_balanced_partitions(lengths, 64, True))) <= 1.02 * bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("equal_size", [False, True])
 def test_100k_lengths_over_1024_ranks_are_even(equal_size):
     n = 1024 * 97

@@ -33,6 +33,7 @@ def started(folder, log, out):
     return process, found[1]
 
 
+@pytest.mark.slow
 def test_an_agent_is_tried_and_its_sessions_are_written(tmp_path):
     folder, out = save_tiny_model(tmp_path / "model"), tmp_path / "made" / "sessions.jsonl"
     process, address = started(folder, tmp_path / "log", out)

@@ -145,6 +145,7 @@ def task_with_a_long_answer(folder: Path) -> dict[str, str]:
     return task
 
 
+@pytest.mark.slow
 def test_a_long_answer_holds_nobody_up_and_is_trained_when_it_is_there(tmp_path: Path, monkeypatch):
     """It goes on through the updates of four steps."""
     task, gate = task_with_a_long_answer(tmp_path / "task"), Gate()

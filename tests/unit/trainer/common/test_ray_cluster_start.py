@@ -174,6 +174,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ray_is_started_again_when_its_gcs_dies_during_the_start(tmp_path):
     """Ray would look up its node for seconds, in a call of C++ that handles no signals."""

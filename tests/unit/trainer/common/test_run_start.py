@@ -222,6 +222,7 @@ def test_weights_are_not_compared_where_they_are_not_known_or_not_read(task, sav
     assert problems(arguments(task, saved, *model_keys(tuned), *more)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("root", "trainer_class"), [(SFTConfig, SFTTrainer), (RMConfig, RMTrainer)])
 def test_supervised_runs_are_compared_too(task, models, tuned, tmp_path, root, trainer_class):
     rows = tmp_path / "rows.jsonl"

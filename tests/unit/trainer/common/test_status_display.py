@@ -130,6 +130,7 @@ def test_a_standing_that_fails_ends_the_showing_and_not_the_run(said, monkeypatc
     assert said.text.count("progress is not shown any more: ConnectionError('nobody there')") == 1
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_bars_and_a_file_nothing_of_a_short_phase():
     quiet = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert quiet.stderr == ""

@@ -178,6 +178,7 @@ class PreemptedInValidation(PreemptedInGeneration):
     at = (1, True)
 
 
+@pytest.mark.slow
 def test_a_validation_that_does_not_fit_is_given_up_and_its_step_saved(task, tmp_path, caplog):
     hurried = command(
         task, tmp_path, "trainer.save_within=0.001", f"data.val_files={task['val']}", "trainer.test_freq=1"

@@ -314,6 +314,7 @@ def test_a_driver_that_blocks_before_the_first_step_is_killed_after_a_stop_signa
     assert len(pids(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_step_may_take_longer_to_finish_than_a_start(start):
     """Also if no heartbeat is sent, as by a run in one process."""
     process, _ = start(

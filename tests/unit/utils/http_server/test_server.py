@@ -120,6 +120,7 @@ def test_the_first_signal_lets_requests_finish_and_accepts_nobody_any_more(serve
     assert b"Traceback" not in process.stdout.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/endless", "/block"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_ends_it_at_once_whatever_it_is_doing(server, path, number):
@@ -248,6 +249,7 @@ def test_a_request_that_does_not_come_is_not_waited_for(server, data):
     assert seconds_until_closed(client) < 3
 
 
+@pytest.mark.slow
 def test_a_connection_may_be_used_again_and_not_be_kept_for_nothing(server):
     _, port = server
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
@@ -265,6 +267,7 @@ def test_a_pipelined_request_that_stays_incomplete_is_closed(server):
         seconds_until_closed(client)  # raises TimeoutError if it stays open
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", ["ulimit -Sn 400"])
 @pytest.mark.parametrize("connections", [200])
 def test_the_buffered_end_of_a_response_is_not_kept_for_a_reader_that_stops(server):
@@ -295,6 +298,7 @@ def test_a_busy_server_responds_with_503_at_once(server):
         assert b"200 OK" in busy.recv(2**16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [b"", b"G"])
 def test_a_reader_that_does_not_read_is_left(server, extra):
     """Also one that sends a piece of its next request."""

@@ -169,7 +169,8 @@ def test_no_pass_after_the_first_steps_compiles_again(checkpointing, sharing, ke
     assert graphs[-1] == 2, "with and without gradient"
 
 
-@pytest.mark.parametrize("checkpointing", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [True, False])
 def test_layers_with_adapters_share_the_code(checkpointing, kernels):
     """The policy, its base weights and the update; also after changes of sizes."""
     engine = make_engine(tiny_model(num_hidden_layers=4), lora_rank=4, enable_gradient_checkpointing=checkpointing)
