@@ -194,11 +194,7 @@ class EmbeddedRollout(BaseRollout):
 
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         """Release memory. Weights move to host memory, or are discarded until the next update (`free_weights`).
-        Unfinished requests continue after `resume`.
-
-        Memory that torch has cached stays so when only the KV cache is released, in every step of a run: the models
-        that are trained in this process use it, and allocating it again would slow down each update.
-        """
+        Unfinished requests continue after `resume`."""
         new = _checked_tags(tags) - self.released
         self.loop.halt("release")
         if "kv_cache" in new:
@@ -209,7 +205,7 @@ class EmbeddedRollout(BaseRollout):
         if "weights" in new and (self.config.free_weights or self.device.type != "cpu"):
             self._weights.offload()
         self.released |= new
-        if "weights" in new and self.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
         logger.debug("rollout: released %s; in use: %s", sorted(new), self.held_bytes())
 

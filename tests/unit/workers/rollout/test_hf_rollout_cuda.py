@@ -74,17 +74,6 @@ def test_a_release_gives_memory_back_and_the_samples_come_again(start_on_gpu, ma
     assert torch.equal(after["responses"], before["responses"])
 
 
-def test_releasing_only_the_kv_cache_keeps_memory_that_torch_has_cached(start_on_gpu):
-    """The update in the same process uses it."""
-    engine = start_on_gpu()
-    torch.empty(2**26, device="cuda", dtype=torch.uint8)
-    reserved = torch.cuda.memory_reserved()
-    engine.release(["kv_cache"])
-    assert torch.cuda.memory_reserved() == reserved
-    engine.release()
-    assert torch.cuda.memory_reserved() <= reserved - 2**26
-
-
 def test_weights_that_are_let_go_take_no_memory_and_come_back_to_their_addresses(start_on_gpu, make_prompts):
     engine = start_on_gpu(free_weights=True)
     before = engine.generate_sequences(make_prompts()).batch["responses"]

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pkgutil import resolve_name
@@ -46,9 +46,7 @@ _PROGRESS_INTERVAL_S = 0.5
 # After these errors nothing can be computed any more; out-of-memory errors are not among them.
 _FATAL = (EngineBrokenError, torch.AcceleratorError)
 # Methods of the host; all other methods are methods of the engine.
-_HOST_METHODS = frozenset(
-    {"build", "submit", "cancel", "open_buffer", "load_bucket", "release", "fail_update", "close"}
-)
+_HOST_METHODS = frozenset({"build", "submit", "cancel", "open_buffer", "load_bucket", "fail_update", "close"})
 # Methods that never block: executed by the receiving thread, in the order of the calls.
 _IMMEDIATE = frozenset({"submit", "cancel", "abort", "resume_generation"})
 # Methods that may block while other methods are called: executed in their own threads.
@@ -111,11 +109,6 @@ class EngineProcessHost:
         self._rollout.load_bucket(self._reader.bucket(handle))
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # after the reply, the next bucket overwrites the buffer
-
-    def release(self, tags: Sequence[str]) -> None:
-        self._rollout.release(tags)
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the trainer's process needs the memory
 
     def fail_update(self, failure: Failure) -> None:
         self._rollout.fail_update(remote_exception(failure))
