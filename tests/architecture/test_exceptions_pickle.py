@@ -67,6 +67,7 @@ MADE_OF: dict[str, Callable[[type], BaseException]] = {
     "PromptRejected": lambda kind: kind(3, [{"role": "user", "content": "Hi"}], TypeError("roles must alternate")),
     "InvalidValue": lambda kind: kind("is no number", "Set a number"),
     "ApiError": lambda kind: kind("no such model", "model", 404, "model_not_found"),
+    "_NotANumberError": lambda kind: kind("rollout.total_rollout_steps", "some"),
     "_Refused": lambda kind: kind(413, "too long"),
     "WorkerError": lambda kind: kind("it failed", "critic", 0, "node-1 pid 5", "update_critic", "in detail"),
     "WorkerDiedError": lambda kind: kind("it died", "critic", 0, "node-1 pid 5", "update_critic", "in detail"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ class FixedValue(NamedTuple):
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_BATCH_SIZE, _MINI_BATCH_SIZE = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+_TOTAL_PROMPTS = "rollout.total_rollout_steps"
 FIXED = {
     f"{_ROLLOUT}.over_sample_rate": FixedValue(0, "dropping the slowest responses favours short ones", "Leave it out"),
     f"{_ROLLOUT}.pipeline_model_parallel_size": FixedValue(
@@ -41,11 +43,11 @@ OBSOLETE = {
     "actor_rollout_ref.model.use_fused_kernels": "the fused output head is used if the model supports it",
     "actor_rollout_ref.model.fused_kernel_options": "the fused output head is used if the model supports it",
     "*model.use_liger": "fused output head and packed attention are built in",
-    "*.model.external_lib": "use external_libs",
+    "*.model.external_lib": "external_libs replaces it",
     "critic.model.tokenizer_path": "the critic uses the actor's tokenizer",
-    "*.model.use_shm": "weights are read once per node and shared",
-    "*.model.fsdp_config": "use fsdp_config of the role",
-    "*.enable_activation_offload": "use gradient checkpointing",
+    "*.model.use_shm": "each node reads the weights once, and its processes share them",
+    "*.model.fsdp_config": "fsdp_config of the role replaces it",
+    "*.enable_activation_offload": "gradient checkpointing replaces it",
     "actor_rollout_ref.actor.shuffle": "mini-batches are determined by data.seed",
     "actor_rollout_ref.actor.state_masking": "environment tokens are always masked",
     "critic.shuffle": "mini-batches are determined by data.seed",
@@ -58,49 +60,49 @@ OBSOLETE = {
     "*.rollout_n": "actor_rollout_ref.rollout.n is used",
     "*.load_weight": "weights are always loaded",
     "*fsdp_config.wrap_policy": "layers are sharded one by one",
-    "*fsdp_config.offload_policy": "use param_offload and optimizer_offload",
-    "*fsdp_config.cpu_offload": "use grad_offload or optim.state_dtype=bf16",
-    "*fsdp_config.offload_params": "use grad_offload or optim.state_dtype=bf16",
+    "*fsdp_config.offload_policy": "param_offload and optimizer_offload replace it",
+    "*fsdp_config.cpu_offload": "grad_offload and optim.state_dtype=bf16 reduce memory instead",
+    "*fsdp_config.offload_params": "grad_offload and optim.state_dtype=bf16 reduce memory instead",
     "*.fsdp_config.use_orig_params": "fully_shard always uses the original parameters",
     "*fsdp_config.model_dtype": "master weights are fp32; mixed_precision sets the compute precision",
-    "*.fsdp_config.use_torch_compile": "use actor_rollout_ref.actor.use_torch_compile",
-    "*.fsdp_config.forward_only": "it follows from the role",
-    "*.fsdp_config.strategy": "use strategy of the role",
+    "*.fsdp_config.use_torch_compile": "actor_rollout_ref.actor.use_torch_compile replaces it",
+    "*.fsdp_config.forward_only": "each role determines whether it trains",
+    "*.fsdp_config.strategy": "strategy of the role replaces it",
     "actor_rollout_ref.ref.fsdp_config.gradient_checkpointing": "the reference has no backward pass",
-    "actor_rollout_ref.ref.megatron_config.router_replay": "only the actor replays experts",
-    "critic.megatron_config.router_replay": "only the actor replays experts",
-    "reward_model.megatron_config.router_replay": "only the actor replays experts",
+    "actor_rollout_ref.ref.megatron_config.router_replay": "only the actor replays the routing of experts",
+    "critic.megatron_config.router_replay": "only the actor replays the routing of experts",
+    "reward_model.megatron_config.router_replay": "only the actor replays the routing of experts",
     "*.checkpoint.async_save": "checkpoints are written in the background",
-    "actor_rollout_ref.rollout.prompt_length": "use data.max_prompt_length",
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length replaces it",
     "actor_rollout_ref.rollout.disable_log_stats": "engine statistics are part of the metrics",
-    "actor_rollout_ref.rollout.calculate_log_probs": "rollout log-probs are always kept",
+    "actor_rollout_ref.rollout.calculate_log_probs": "rollout log-probs are always returned",
     "actor_rollout_ref.rollout.layered_summon_param": "weights are synced in buckets",
-    "actor_rollout_ref.rollout.multi_stage_wake_up": "weights and KV cache always wake up separately",
+    "actor_rollout_ref.rollout.multi_stage_wake_up": "weights and KV cache are always restored separately",
     "actor_rollout_ref.rollout.swap_space": "preempted sequences are recomputed",
-    "actor_rollout_ref.rollout.data_parallel_size": "replicas are devices / tensor_model_parallel_size",
-    "actor_rollout_ref.rollout.enable_sleep_mode": "use free_cache_engine and free_weights",
-    "actor_rollout_ref.rollout.checkpoint_engine.backend": "the transport follows from the placement of the engine",
-    "actor_rollout_ref.rollout.skip_tokenizer_init": "token ids go in and out",
+    "actor_rollout_ref.rollout.data_parallel_size": "the number of replicas is devices / tensor_model_parallel_size",
+    "actor_rollout_ref.rollout.enable_sleep_mode": "free_cache_engine and free_weights replace it",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "the transport is selected by the placement of the engine",
+    "actor_rollout_ref.rollout.skip_tokenizer_init": "engines receive and return token ids",
     "data.return_raw_input_ids": "raw prompts are kept if a role needs them",
     "data.return_full_prompt": "raw prompts are kept if a role needs them",
     "data.filter_overlong_prompts_workers": "tokenising runs in parallel and is cached",
     "data.validation_shuffle": "validation keeps the order of the file",
-    "data.trust_remote_code": "use actor_rollout_ref.model.trust_remote_code",
+    "data.trust_remote_code": "actor_rollout_ref.model.trust_remote_code replaces it",
     "data.tokenizer": "the tokenizer is loaded from actor_rollout_ref.model.path",
-    "data.pad_mode": "use model.use_remove_padding",
+    "data.pad_mode": "model.use_remove_padding replaces it",
     "data.balance_dp_token": "tokens are always balanced over ranks",
     "data.use_shm": "files are read once and cached",
-    "reward_model.rollout.prompt_length": "use max_model_len",
+    "reward_model.rollout.prompt_length": "max_model_len replaces it",
     "reward_model.rollout.response_length": "the length is part of each request",
-    "reward_model.rollout.free_cache_engine": "on shared devices it is offloaded while idle",
-    "reward_model.rollout.skip_tokenizer_init": "it reads messages",
+    "reward_model.rollout.free_cache_engine": "the reward model is offloaded while it is idle on shared devices",
+    "reward_model.rollout.skip_tokenizer_init": "the reward model reads messages, which it tokenizes itself",
     "reward_model.launch_reward_fn_async": "scoring always overlaps generation",
-    "trainer.del_local_ckpt_after_load": "use max_actor_ckpt_to_keep",
-    "trainer.remove_previous_ckpt_in_save": "use max_actor_ckpt_to_keep",
-    "trainer.esi_redundant_time": "use trainer.save_within",
-    "trainer.ray_wait_register_center_timeout": "workers find each other through Ray",
-    "trainer.use_legacy_worker_impl": "there is one implementation",
-    "async_training.require_batches": "a step takes data.train_batch_size prompts",
+    "trainer.del_local_ckpt_after_load": "max_actor_ckpt_to_keep replaces it",
+    "trainer.remove_previous_ckpt_in_save": "max_actor_ckpt_to_keep replaces it",
+    "trainer.esi_redundant_time": "trainer.save_within replaces it",
+    "trainer.ray_wait_register_center_timeout": "workers connect through Ray",
+    "trainer.use_legacy_worker_impl": "there is only one implementation of workers",
+    "async_training.require_batches": "data.train_batch_size is the number of prompts per step",
     "async_training.trigger_parameter_sync_step": "weights are synced after every step",
     "async_training.use_trainer_do_validate": "validation runs concurrently with training",
     "trainer.v1.separate_async.parameter_sync_step": "weights are synced after every step",
@@ -108,7 +110,7 @@ OBSOLETE = {
     "*_nsight_options": "per-phase timing is always on",
     "*profiler": "per-phase timing is always on",
     "ray_init.timeline_json_file": "per-phase timing is always on",
-    "ray_kwargs": "use ray_init.num_cpus",
+    "ray_kwargs": "ray_init.num_cpus replaces it",
     "*._target_": "blocks have fixed types",
 }
 
@@ -120,43 +122,70 @@ def why_obsolete(path: str) -> str | None:
 
 def convert_async_training(values: dict[str, Any], report: Report) -> None:
     """Convert `async_training.*` and `rollout.total_rollout_steps` in `values`, which use other units."""
-    old, rollout = dict(values.get("async_training") or {}), dict(values.get("rollout") or {})
-    threshold, steps = old.pop("staleness_threshold", None), rollout.pop("total_rollout_steps", None)
+    blocks = {name: dict(_mapping(values, name)) for name in ("async_training", "rollout")}
+    for name in blocks:
+        if not isinstance(values.get(name, {}), Mapping | None):
+            report.problem(name, values.pop(name), "is not a block", f"Set keys below it, or leave out {name}")
+    threshold = blocks["async_training"].pop("staleness_threshold", None)
+    total_prompts = blocks["rollout"].pop("total_rollout_steps", None)
     try:
-        per_update = [_number(old.get(name)) for name in ("require_batches", "trigger_parameter_sync_step")]
+        prompts = _prompts_per_step(values, blocks["async_training"])
         if threshold is not None:
-            _set_converted(
-                values,
-                report,
-                "async_training.staleness_threshold",
-                "trainer",
-                max_staleness=math.ceil(float(threshold)),
-            )
-        if "async_training" in values and _number(values["data"].get("train_batch_size")) == 0:
-            mini = _number(values["actor_rollout_ref"]["actor"].get("ppo_mini_batch_size"))
-            prompts = math.prod(factor or 1 for factor in (*per_update, mini))
-            _set_converted(
-                values, report, "data.train_batch_size=0", "data", train_batch_size=prompts, gen_batch_size=None
-            )
-        if steps is not None:
-            batch = max(1, _number(values["data"].get("train_batch_size")))
-            total = _number(steps) // batch
-            if total < 1:
-                why = f"a step needs more prompts (data.train_batch_size = {batch})"
-                report.problem("rollout.total_rollout_steps", steps, why, f"Set it to {batch} or more")
-                total = 1
-            _set_converted(values, report, "rollout.total_rollout_steps", "trainer", total_training_steps=total)
-    except (TypeError, ValueError) as error:
-        report.problem("async_training", old, f"is invalid ({error})", "Set trainer.mode and trainer.max_staleness")
-    for name, block in (("async_training", old), ("rollout", rollout)):
+            key = "async_training.staleness_threshold"
+            staleness = _number(key, threshold, lambda value: math.ceil(float(value)))
+            _set_converted(values, report, key, "trainer", max_staleness=staleness)
+        if "async_training" in values and _number(_BATCH_SIZE, _mapping(values, "data").get("train_batch_size")) == 0:
+            _set_converted(values, report, f"{_BATCH_SIZE}=0", "data", train_batch_size=prompts, gen_batch_size=None)
+        if total_prompts is not None:
+            total = _steps_of_prompts(values, total_prompts, report)
+            _set_converted(values, report, _TOTAL_PROMPTS, "trainer", total_training_steps=total)
+    except _NotANumberError as error:
+        if error.key not in (_BATCH_SIZE, _MINI_BATCH_SIZE):  # those are reported with the other keys of the schema
+            report.problem(error.key, error.value, "is not a number", "Set a number, or leave it out")
+    for name, block in blocks.items():
         if name in values:
             values[name] = block
             if not block:
                 del values[name]
 
 
-def _number(value: Any) -> int:
-    return int(value) if value is not None else 0
+def _prompts_per_step(values: Mapping[str, Any], old: Mapping[str, Any]) -> int:
+    """Return the prompts of a step in which `old` counts mini-batches. Missing factors count as 1."""
+    factors = {f"async_training.{name}": old.get(name) for name in ("require_batches", "trigger_parameter_sync_step")}
+    factors[_MINI_BATCH_SIZE] = _mapping(_mapping(values, "actor_rollout_ref"), "actor").get("ppo_mini_batch_size")
+    return math.prod(_number(key, value) or 1 for key, value in factors.items())
+
+
+def _steps_of_prompts(values: Mapping[str, Any], prompts: Any, report: Report) -> int:
+    """Return the number of training steps that take `prompts` prompts in total."""
+    batch = max(1, _number(_BATCH_SIZE, _mapping(values, "data").get("train_batch_size")))
+    total = _number(_TOTAL_PROMPTS, prompts) // batch
+    if total < 1:
+        why = f"a step needs more prompts ({_BATCH_SIZE} = {batch})"
+        report.problem(_TOTAL_PROMPTS, prompts, why, f"Set it to {batch} or more")
+    return max(1, total)
+
+
+class _NotANumberError(ValueError):
+    """The value of `key` is not a number."""
+
+    def __init__(self, key: str, value: Any) -> None:
+        super().__init__(key, value)
+        self.key, self.value = key, value
+
+
+def _number(key: str, value: Any, kind: Callable[[Any], Any] = int) -> Any:
+    """Convert the value of `key`; a missing value counts as 0."""
+    try:
+        return kind(value) if value is not None else kind(0)
+    except (TypeError, ValueError, OverflowError):
+        raise _NotANumberError(key, value) from None
+
+
+def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a block of `values`; {} if it is not a block, which is reported elsewhere."""
+    block = values.get(name)
+    return block if isinstance(block, Mapping) else {}
 
 
 def _set_converted(values: dict[str, Any], report: Report, old_key: str, block: str, **keys: Any) -> None:

@@ -102,11 +102,31 @@ def test_scripts_of_other_versions_mean_the_same():
     modes = {mode: load(f"trainer.v1.trainer_mode={mode}").trainer.mode for mode in ("sync", "colocate_async")}
     assert modes == {"sync": "sync", "colocate_async": "async"}
     assert load("data.train_batch_size=0", "async_training.staleness_threshold=1").data.train_batch_size == 128
-    for unread in ("staleness_threshold", "require_batches"):
-        with pytest.raises(ConfigError, match=r"async_training.*Set trainer\.mode"):
-            load(f"async_training.{unread}=some")
-    with pytest.raises(ConfigError, match=r"rollout\.total_rollout_steps"):
-        load("rollout.total_rollout_steps=100")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("async_training.staleness_threshold", "some"),
+        ("async_training.staleness_threshold", "inf"),
+        ("async_training.require_batches", "some"),
+        ("async_training", "5"),
+        ("rollout", "3"),
+        ("rollout.total_rollout_steps", "some"),
+        ("rollout.total_rollout_steps", "100"),
+    ],
+)
+def test_a_value_that_cannot_be_converted_is_reported_under_its_key(key: str, value: str):
+    with pytest.raises(ConfigError) as error:
+        load(f"{key}={value}")
+    assert [problem.key for problem in error.value.problems] == [key]
+
+
+@pytest.mark.parametrize("key", ["data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"])
+def test_a_number_needed_for_a_conversion_is_reported_once(key: str):
+    with pytest.raises(ConfigError) as error:
+        load(f"{key}=some", "rollout.total_rollout_steps=100")
+    assert [problem.key for problem in error.value.problems] == [key]
 
 
 @pytest.mark.parametrize(
