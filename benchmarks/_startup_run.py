@@ -103,7 +103,7 @@ class ProcessSampler(threading.Thread):
 
 
 def measure(command: Sequence[str], folder: Path, metrics: Path, environment: dict[str, str]) -> Measurement:
-    """Run a command with its output in a log file. `metrics`: the file that it writes its metrics to."""
+    """Run a command with its output in a log file in `folder`. `metrics`: the file to which it writes its metrics."""
     mark = uuid.uuid4().hex
     metrics.unlink(missing_ok=True)
     result, sampler = Measurement(), ProcessSampler(mark)

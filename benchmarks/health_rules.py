@@ -49,7 +49,7 @@ def slow(data_source, solution_str, ground_truth, extra_info=None):
 
 @dataclass(frozen=True)
 class Case:
-    """A broken run. `rules`: those that must report it. `stops_rank`: one rank is stopped by a signal."""
+    """A run with a known problem. `rules`: the health rules that report it. `stops_rank`: one rank is stopped."""
 
     name: str
     overrides: tuple[str, ...]
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def run_case(case: Case, files: dict[str, Path], start: Path, folder: Path, limit: float) -> dict[str, Any]:
-    """Train until an expected rule reports the problem; return the row of the table."""
+    """Train until an expected rule reports the problem or the time limit is over; return the row of the table."""
     name = case.name.replace(" × ", "_x_").replace(" ", "_")
     run = folder / name
     shutil.rmtree(run, ignore_errors=True)
@@ -129,7 +129,7 @@ def training(overrides: list[str], log: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def watch(case: Case, run: Path, process: subprocess.Popen[bytes], deadline: float) -> dict[str, Any]:
-    """Check the recording until an expected rule reports a problem, the run ends or the time is over."""
+    """Poll the recording until an expected rule reports a problem, the run ends or `deadline` has passed."""
     stopped_at: float | None = None
     first_steps: dict[str, int] = {}
     while time.monotonic() < deadline:

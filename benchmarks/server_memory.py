@@ -1,10 +1,10 @@
 """Memory and requests/s of the inference server.
 
-    python benchmarks/server_memory.py --model ~/models/SmolLM2-135M-Instruct [--storms 10] [--max-model-len 2048]
-    python benchmarks/server_memory.py --model ~/models/tiny --storms 0 --small 2000
+    python benchmarks/server_memory.py --model ~/models/SmolLM2-135M-Instruct [--bursts 10] [--max-model-len 2048]
+    python benchmarks/server_memory.py --model ~/models/tiny --bursts 0 --small 2000
 
-On a CPU the pages of the KV cache become resident when a block is used for the first time. The prefix cache prefers
-blocks that were never used, so every burst of new prompts makes further blocks resident until all are. After each burst
+On a CPU, a page of the KV cache becomes resident when its block is used for the first time. The prefix cache prefers
+unused blocks, so each burst of new prompts makes more blocks resident, until all blocks are. After each burst
 of 200 requests (half of them streamed) this prints the resident memory of the server, the part of the KV mapping, and
 the other memory, which must remain constant.
 
@@ -37,7 +37,7 @@ _CONNECTIONS = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--storms", type=int, default=10, help="number of bursts")
+    parser.add_argument("--bursts", type=int, default=10, help="number of bursts")
     parser.add_argument("--requests", type=int, default=200, help="requests per burst")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--small", type=int, default=0, help="small requests per run (default: no such runs)")
@@ -50,7 +50,7 @@ def main() -> None:
         try:
             address = _wait_for_address(process, log.name)
             print("burst  resident MB  of which KV  other MB  children  seconds")
-            for burst in range(options.storms + 1):
+            for burst in range(options.bursts + 1):
                 began = time.monotonic()
                 if burst:
                     asyncio.run(_send_burst(address, burst, options.requests))

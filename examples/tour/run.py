@@ -138,7 +138,7 @@ def reward_model_overrides(files: dict[str, Path], folder: Path) -> list[str]:
 
 
 def ppo_overrides(files: dict[str, Path], folder: Path) -> list[str]:
-    """Overrides of the quick start with the reward model. It does not check calculations: the KL preserves them."""
+    """Overrides of PPO with the trained reward model. It does not check calculations; the KL penalty preserves them."""
     return [
         *quickstart.training_overrides("ppo", files, folder / "sft", folder),
         "trainer.n_gpus_per_node=1",
@@ -153,7 +153,7 @@ def ppo_overrides(files: dict[str, Path], folder: Path) -> list[str]:
 
 
 def train(module: str, overrides: list[str], folder: Path, name: str) -> Path:
-    """Run a stage; of duplicate overrides the last one wins."""
+    """Run a stage of the tour. If an override is given twice, the last value is used."""
     values = dict(override.split("=", 1) for override in [*overrides, "trainer.project_name=tour"])
     return quickstart.train(module, [f"{key}={value}" for key, value in values.items()], folder, name)
 

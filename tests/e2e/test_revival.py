@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.fragile_ranks import FragileWorker, HostedWorker, arm
+from tests.support.fragile_ranks import EngineProcessWorker, FragileWorker, arm
 from tests.support.training_harness import make_task, overrides, run_training
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.asynchronous.trainer import AsyncPPOTrainer
@@ -64,7 +64,7 @@ class Disturbed(Fragile):
 
 
 class DisturbedEngines(Disturbed):
-    worker: ClassVar = HostedWorker
+    worker: ClassVar = EngineProcessWorker
 
 
 class Stream(Fragile, AsyncPPOTrainer):

@@ -87,7 +87,7 @@ class FragileWorker(ActorRolloutRefWorker):
         return os.getpid()
 
 
-class HostedWorker(FragileWorker):
+class EngineProcessWorker(FragileWorker):
     """Runs the native engine in a separate process, which dies instead of the rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -100,7 +100,7 @@ class HostedWorker(FragileWorker):
         begin = host._begin
 
         def die_on_begin(*args: Any) -> None:
-            self._die_if_armed("generate")  # at a later point the engine may have finished all rows
+            self._die_if_armed("generate")  # later, the engine may have finished all rows
             begin(*args)
 
         host._begin = die_on_begin

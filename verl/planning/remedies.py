@@ -29,7 +29,7 @@ _COSTS = (
     ("micro_batch_size", "smaller micro-batches"),
     ("max_token_len", "smaller micro-batches"),
     ("checkpointing", "a third more compute"),
-    ("reshard", "weights are cast layer by layer"),
+    ("reshard", "weights are gathered and cast again in the backward pass"),
     ("offload", "transfers every step"),
     ("state_dtype", "moments in bf16 with stochastic rounding"),
     ("parallel_size", "traffic between devices"),
@@ -180,9 +180,9 @@ def _smaller_batches(block: str, size: str, tokens: str, dynamic: str = "use_dyn
 
 
 def _offload_others(own: str, updating: bool = False) -> list[Remedy]:
-    """Return remedies that offload optimizer states, and weights and gradients of other roles than that of block `own`.
+    """Return remedies that offload optimizer states of all roles, and weights and gradients of all roles except `own`.
 
-    `updating`: the role needs its own optimizer state in this phase.
+    `own`: the block of the role that runs this phase. `updating`: it needs its own optimizer state now.
     """
     moments = [(block, "optimizer_offload") for block in (_ACTOR, _CRITIC) if not updating or block != own]
     weights = [(block, "param_offload") for block in (_REF, _CRITIC, _REWARD, _ACTOR, _TEACHER) if block != own]

@@ -93,7 +93,7 @@ def resolve_model_path(path: str | os.PathLike[str], key: str = "model.path") ->
 
 
 def expand_path(path: str | os.PathLike[str]) -> str:
-    """Expand `~` and environment variables; URLs stay unchanged."""
+    """Expand `~` and environment variables. In URLs only variables are expanded."""
     return os.path.expanduser(os.path.expandvars(os.fspath(path)))
 
 

@@ -97,7 +97,7 @@ def create_colocated_worker_cls(class_dict: dict[str, ClassWithInitArgs]) -> Col
     return ColocatedClasses(class_dict)
 
 
-# Public alias. Elsewhere, raw classes and classes wrapped by ray.remote differ; here the group creates the actors.
+# Public alias for scripts that pass raw classes: the group creates the Ray actors, so both names mean the same.
 create_colocated_worker_raw_cls = create_colocated_worker_cls
 
 
@@ -181,7 +181,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def handle(self, rank: int) -> RankHandle:
-        """A picklable handle for control calls on one rank, also from other processes."""
+        """Return a handle for control calls on one rank. It can be sent to other processes."""
 
     @abstractmethod
     def shutdown(self) -> None:

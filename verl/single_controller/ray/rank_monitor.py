@@ -127,7 +127,8 @@ class RankReports:
         since: float,
         with_stacks: bool,
     ) -> RankReport:
-        """`reply`: its heartbeat, Ray's exception or None. `state`: why it is not running, as seen on this node."""
+        """`reply`: the heartbeat of the process, an exception of Ray, or None. `state`: why the process is not
+        running, as reported on its node."""
         if isinstance(reply, Heartbeat) and state is None:
             self._last[process] = time.monotonic(), reply
             return replace(report, heartbeat=reply)
@@ -221,8 +222,8 @@ def _inspect(pid: int) -> Inspection:
 
 
 def _find_stopped_worker() -> tuple[str, int, str] | None:
-    """On this node: workers are children of the raylet, as this actor is, or descendants of the driver that started
-    Ray."""
+    """Return host, pid and state of a stopped Ray worker on this node. Workers are children of the raylet, like this
+    actor, or descendants of the driver that started Ray."""
     for pid in sorted({*children(os.getppid()), *with_descendants(os.getpid())} - {os.getpid()}):
         state = why_not_running(pid)
         if state in ("stopped", "traced") and any(name in command_line(pid) for name in _RAY_WORKERS):

@@ -104,7 +104,7 @@ class RayWorkerGroup(WorkerGroup):
     ) -> None:
         """`worker_env`: environment variables of the worker processes, set before anything is imported.
         `collective_timeout`: timeout of torch collectives in seconds.
-        `expendable`: `restart` loses no state, and batches that calls return outlive the processes.
+        `expendable`: ranks have no state that `restart` would lose, and returned batches outlive the processes.
         `detached`: the processes outlive the driver; `from_detached` connects to them by `name_prefix`.
         """
         if resource_pool is None or ray_cls_with_init is None:
@@ -292,7 +292,7 @@ class RayWorkerGroup(WorkerGroup):
         return [f"{process.host} pid {process.pid}" for process in self._queries.processes]
 
     def _set_roles(self, all_specs: dict[str, dict[str, MethodSpec]], world_size: int) -> None:
-        """Initialise the group with the methods of its role; with several roles, it has none (`spawn`)."""
+        """Initialise the group with the methods of its role. A group of several roles has none; `spawn` adds them."""
         self._all_specs = all_specs
         role, specs = next(iter(all_specs.items())) if len(all_specs) == 1 else ("+".join(all_specs), {})
         super().__init__(role, specs, world_size)

@@ -106,7 +106,7 @@ def check_code_runner(config: PPOConfig) -> None:
         isolation = settings.check()
     except ValueError as error:
         key, value = ("sandbox_fusion.url", settings.url) if settings.url else ("sandbox.require", settings.require)
-        fix = f"It is needed for {', '.join(users)}"
+        fix = f"The sandbox is needed for {', '.join(users)}"
         raise ConfigError([Problem(key, value, str(error).rstrip("."), fix)]) from error
     logger.info("code that the model writes (%s) runs in %s", ", ".join(users), isolation)
 
@@ -215,7 +215,7 @@ def _local_files(key: str, name: str, split: str | None, report: Report) -> list
     from verl.utils.dataset.rows import find_files
 
     local = Path(expand_path(name).removeprefix("file://"))
-    # Splits in a dataset card are read by a library that takes seconds to import.
+    # The library that reads the splits of a dataset card takes seconds to import.
     if not local.exists() or (local.is_dir() and (local / "README.md").exists()):
         return None
     try:

@@ -52,8 +52,8 @@ END_TIMEOUT_S = 3.0
 def show_status(snapshot: Callable[[], StatusSnapshot | None], console: str = LINE) -> Iterator[None]:
     """Context in which a thread shows `snapshot()` repeatedly; None: the controller has not reported yet.
 
-    `console`: `trainer.console`. With `line`, a terminal has a status line, and long start-up phases, also those of
-    this process, are logged elsewhere. With `full`, a terminal has bars, and the start-up is not shown.
+    `console`: `trainer.console`. With `line`, a terminal shows a status line; if the output is no terminal, long
+    start-up phases are logged. With `full`, a terminal shows progress bars, without the start-up.
     """
     draws = is_terminal() if console == LINE else sys.stderr.isatty()
     done, waiting_since = threading.Event(), time.monotonic()
@@ -83,14 +83,14 @@ def show_status(snapshot: Callable[[], StatusSnapshot | None], console: str = LI
 def _display(console: str, draws: bool) -> AbstractContextManager[Callable[[StatusSnapshot], None]]:
     """Return the context with the function that shows a status. `draws`: on a terminal."""
     if console == LINE:
-        return _status_line() if draws else nullcontext(LineLog())
+        return _status_line() if draws else nullcontext(StartupProgressLog())
     return progress_bars() if draws else nullcontext(ProgressLog())
 
 
 def with_startup(now: StatusSnapshot | None, waiting_since: float) -> StatusSnapshot:
-    """Return the status with the start-up phase of this process, if the controller is in none.
+    """Return the status with the start-up phase of this process, unless the controller is in such a phase.
 
-    `waiting_since`: since then a controller without status is awaited.
+    `waiting_since`: time since which this process has waited for the first status of the controller.
     """
     name, seconds = current_startup_phase()
     if now is None:
@@ -121,8 +121,8 @@ class ProgressLog:
             logger.info("step %d/%d: %s%s, %.0f s", now.step + 1, now.total, now.phase, count, now.phase_seconds)
 
 
-class LineLog(ProgressLog):
-    """Also logs a line for every 8 s of a start-up phase, and of phases before the first step."""
+class StartupProgressLog(ProgressLog):
+    """Also logs a line every 8 s during the start-up and during phases before the first step."""
 
     starting_interval = _STARTUP_INTERVAL_S
 
@@ -259,7 +259,7 @@ class WorkerOutput:
             dispatcher.add_handler(_RAY_HANDLER, self._print)
 
     def flush(self) -> None:
-        """Print the lines that wait for their number; called at the end of a run."""
+        """Print the repeated lines that have not been printed yet; called at the end of a run."""
         with self._lock:
             batches = [batch for deduplicator in self._deduplicators.values() for batch in deduplicator.flush()]
         for batch in batches:

@@ -21,7 +21,7 @@ from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import decode
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, OnFinished, trajectory_names
 from verl.trainer.ppo.rollout_manager import RolloutManager
-from verl.trainer.ppo.row_balancing import local_columns, select_read_by
+from verl.trainer.ppo.row_balancing import local_columns, select_columns_for
 from verl.trainer.ppo.scoring import (
     NoRewards,
     ToolUseCheck,
@@ -142,14 +142,14 @@ class Generator:
     def _request_columns(self, batch: DataProto) -> DataProto:
         """Return the columns that generation reads: a few for engines, all object columns for agents."""
         if self._groups.agents is not None:
-            tensors = select_read_by(batch, "generate").batch.keys()
+            tensors = select_columns_for(batch, "generate").batch.keys()
             return batch.select(list(tensors), None, [])
         if "agent_name" in batch.non_tensor_batch:
             raise ValueError(
                 f"{ROLLOUT}.mode: sync, but the data has a column 'agent_name': agents run in loop workers."
                 f" Set {ROLLOUT}.mode=async, or drop the column."
             )
-        return select_read_by(batch, "generate")
+        return select_columns_for(batch, "generate")
 
     def add_rm_scores(self, batch: DataProto) -> DataProto:
         """Add `rm_scores` [batch, response] if the run has a reward model, which scores the last row of every

@@ -163,8 +163,8 @@ def _server_arguments(
         known = name in arguments or name in reward_kwargs or bound_later
         if name in parameters and not known and parameters[name].default is inspect.Parameter.empty:
             raise ValueError(
-                f"custom_reward_function.path: no value for its parameter {name}. Set {key} of the reward model, or"
-                f" (for main_sft and main_eval, which have none) custom_reward_function.reward_kwargs.{name}."
+                f"custom_reward_function.path: no value for its parameter {name}. Set {key}, or, without a"
+                f" reward model (as in main_sft and main_eval), custom_reward_function.reward_kwargs.{name}."
             )
     return arguments
 

@@ -40,7 +40,7 @@ from verl.trainer.ppo.rollout_jobs import (
     join_rows,
     trajectory_names,
 )
-from verl.trainer.ppo.row_balancing import select_read_by
+from verl.trainer.ppo.row_balancing import select_columns_for
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.request import Output, resumable
 from verl.types.trajectory import HostReply
@@ -345,7 +345,7 @@ class RolloutManager:
         for host, batch, chosen in by_host.values():
             part = batch if len(chosen) == len(batch) else batch.select_idxs(np.array([rows[n].index for n in chosen]))
             if host.kind == "engine":  # engines read few columns, agents may read all
-                part = select_read_by(part, "generate")
+                part = select_columns_for(part, "generate")
                 part.meta_info = batch.meta_info
             partials = {name: partial for name in chosen if (partial := rows[name].partial) is not None}
             resumed = {name: partial for name, partial in partials.items() if partial.token_ids}

@@ -56,7 +56,7 @@ class BalancedRows:
 
 
 def row_costs(batch: DataProto, cost: SequenceCost = COST_PER_TOKEN) -> np.ndarray:
-    """Return the compute cost of every row for a model of this shape, including attention: float64 [rows]."""
+    """Return the compute cost of every row, including attention: float64 [rows]. `cost`: the function of the model."""
     if isinstance(batch, BatchRef) and batch.lengths is not None:
         return cost(batch.lengths.prompt + batch.lengths.response, batch.lengths.response)
     attention = batch.batch["attention_mask"]
@@ -74,7 +74,7 @@ def mini_batches_by_prompt(uids: Sequence[str] | np.ndarray, prompts: int) -> li
 
 
 def shared_costs(batch: DataProto, costs: np.ndarray, cost: SequenceCost, uids: np.ndarray) -> SharedCosts | None:
-    """Return what rows of a prompt (`uids` [rows]) share; None if it is too little to keep them on one rank."""
+    """Return the costs that rows of a prompt (`uids` [rows]) share; None if keeping them together saves too little."""
     if isinstance(batch, BatchRef) and batch.lengths is not None:
         prompts = np.asarray(batch.lengths.prompt)
     elif "responses" not in batch.batch.keys():
@@ -146,7 +146,7 @@ def balance_metrics(
     }
 
 
-def select_read_by(batch: DataProto, *calls: Call) -> DataProto:
+def select_columns_for(batch: DataProto, *calls: Call) -> DataProto:
     """Return the columns that these calls read, without metadata."""
     names = columns_read_by(*calls)
     tensors, objects = batch.batch.keys(), batch.non_tensor_batch
@@ -210,12 +210,12 @@ def _padded(part: DataProto, size: Sequence[int], width: Sequence[int], pad_toke
 
 @dataclass(frozen=True)
 class SharedCosts:
-    """Costs of rows of which those of a group share a prefix if they are on one rank."""
+    """Costs of rows. Rows of a group that are on the same rank share the cost of their common prefix."""
 
     costs: np.ndarray
     """[rows]: cost of a row alone."""
     saved: np.ndarray
-    """[rows]: cost of what it shares with the other rows of its group."""
+    """[rows]: cost of the prefix that a row shares with the other rows of its group."""
     groups: np.ndarray
     """[rows]: number of its group."""
 
@@ -252,9 +252,9 @@ class SharedCosts:
 
     def total(self, rows: np.ndarray) -> float:
         """Return the cost of these rows on one rank: every group computes its shared part once."""
-        groups, first = np.unique(self.groups[rows], return_inverse=True)
+        groups, inverse = np.unique(self.groups[rows], return_inverse=True)
         once = np.full(len(groups), np.inf)
-        np.minimum.at(once, first.reshape(-1), self.saved[rows])
+        np.minimum.at(once, inverse.reshape(-1), self.saved[rows])
         return float((self.costs[rows] - self.saved[rows]).sum() + once.sum())
 
 

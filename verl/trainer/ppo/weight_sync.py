@@ -34,12 +34,12 @@ from verl.utils.transfer_group import TransferLostError
 
 logger = logging.getLogger(__name__)
 
-# Limit for the report of a receiver's death after its sender has lost the connection.
+# When a sender loses its connection, wait this long for a report that the receiver has died.
 _DEATH_REPORT_S = 10.0
-# Prompts of the probe.
+# Prompts with which the log-probs of trainer and engine are compared.
 _TEXTS = ("The capital of France is", "1, 2, 3, 5, 8,", "def add(a, b):\n", "Once upon a time there was a")
 _NEW_TOKENS = 16
-# Upper bounds for the mean absolute difference of log-probs per token that rounding explains. Logits reach 20 to 30.
+# Upper bounds for the mean absolute difference of log-probs per token that rounding can cause. Logits reach 20 to 30.
 # Summation in another order changes them by about one rounding error: 2^-9 relative in bfloat16, 2^-12 in float16,
 # 2^-24 in float32. The mean over tokens is then 0.01 to 0.03 in bfloat16, an eighth of that in float16, 1e-5 in
 # float32. A wrong temperature, layer or weight changes the mean by some tenths; the bounds are in between.
@@ -51,7 +51,7 @@ _MAX_SHARE_ERROR = 0.1
 
 
 class UnverifiedWeightsError(RuntimeError):
-    """Replicas were to generate with other weights than the trainer's current ones."""
+    """Replicas would have generated with weights that are not the trainer's current ones."""
 
 
 @dataclass(slots=True)
@@ -72,8 +72,8 @@ class ReplicaWeights:
         """Raise UnverifiedWeightsError unless all replicas have verified weights of the current version."""
         if not self.are_current:
             raise UnverifiedWeightsError(
-                f"rollout: the verified version of the replicas' weights is {self.verified_version}; requests need"
-                f" version {self.current_version}."
+                f"rollout: the replicas have verified weights of version {self.verified_version}; the trainer's"
+                f" weights have version {self.current_version}."
             )
 
 
@@ -99,9 +99,9 @@ class WeightSync:
                 joining.get()
 
     def release_weights(self) -> None:
-        """After the rollout of a step: free the weights of engines that share devices with the trainer until `sync`.
+        """After the rollout of a step, free the weights of engines that share devices with the trainer, until `sync`.
 
-        An open generation continues during training and keeps its memory, unless it must be paused.
+        A generation that is not finished continues during training and keeps its memory, unless it must be paused.
         """
         is_open = self._groups.generation_open
         if is_open:
@@ -234,7 +234,7 @@ class EngineProbe:
         self._adapters_verified = False
 
     def __call__(self, version: int) -> None:
-        """After a sync of weights of this version: check the engines if any of them was started since the last call.
+        """After a sync of weights of this version, check the engines if any of them was started since the last call.
         Raises EngineMismatchError, which ends the run.
 
         New LoRA adapters do not change the model, so that the first check cannot show that they are applied: versions
@@ -299,8 +299,8 @@ class EngineProbe:
 
     @property
     def limit(self) -> float:
-        """Largest value of `measure` that rounding in the coarser of the two dtypes explains. A temperature below 1
-        scales it."""
+        """Largest value of `measure` that rounding in the dtype with the lower precision can cause. It grows with
+        1 / temperature for temperatures below 1."""
         rounding = _QUANTIZED if self._quantization else max(_ROUNDING[dtype] for dtype in self._dtypes)
         return rounding * max(1.0, 1.0 / self._rollout.temperature)
 

@@ -29,7 +29,7 @@ from verl.trainer.ppo.row_balancing import (
     balance_rows,
     mini_batches_by_prompt,
     row_costs,
-    select_read_by,
+    select_columns_for,
     shared_costs,
 )
 from verl.trainer.ppo.utils import POLICY_ROLES, Role
@@ -278,7 +278,7 @@ class WorkerGroups:
         costs, rows = row_costs(batch, self._cost), [np.arange(len(batch))]
         shared = self._shared_costs(batch, costs, role)
         balanced = balance_rows(costs, rows, self.dp_sizes[role], self._config.trainer.balance_batch, shared)
-        sent = select_read_by(batch, *_INFER_CALLS.get(role, ("infer",))).select_idxs(balanced.order)
+        sent = select_columns_for(batch, *_INFER_CALLS.get(role, ("infer",))).select_idxs(balanced.order)
         sent.meta_info = {"temperature": self._config.actor_rollout_ref.rollout.temperature}
         if eager:
             sent.meta_info["eager"] = True

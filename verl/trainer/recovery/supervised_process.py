@@ -22,13 +22,14 @@ from verl.trainer.recovery.signals import SignalForwarder, StopSignal
 from verl.utils.process_tree import continue_with_parent_death, why_not_running, with_descendants
 
 _POLL_S = 0.2
-# Time after which a stopped child, which might be continued, counts as dead; and a child without heartbeat.
-_STOPPED_S = 5.0
-_SILENT_S = 60.0
-# Time limit for the exit of a child whose work is done.
-_EXIT_S = 30.0
-# Time limit for the exit of a child that was stopped before its first step: there is nothing to save.
-_STOP_S = 5.0
+# A child that stays stopped (SIGSTOP) for this time counts as dead.
+_SIGSTOP_LIMIT_S = 5.0
+# A child without a heartbeat for this time counts as dead.
+_HEARTBEAT_LIMIT_S = 60.0
+# Time limit for the exit of a child that has finished its work.
+_EXIT_LIMIT_S = 30.0
+# Time limit for the exit of a child that received a stop signal before its first step: there is nothing to save.
+_STARTUP_EXIT_LIMIT_S = 5.0
 # If more time passes between two polls, the machine or the job was suspended.
 _SUSPENDED_S = 5.0
 
@@ -50,7 +51,7 @@ class AttemptFailure:
     restartable: bool
     """Whether another attempt may succeed."""
     location: str | None = None
-    """Step, phase and role of the failure, if known: a second failure at the same location is no coincidence."""
+    """Step, phase and role of the failure, if known. Two failures at the same location have the same cause."""
 
 
 def report_to_supervisor(**fields: Any) -> None:
@@ -58,8 +59,8 @@ def report_to_supervisor(**fields: Any) -> None:
     pipe is dropped.
 
     Fields: `starting`: this process prepares the first step; `heartbeat`; current `step` and `phase`; `ending` (how
-    the run ended) and `lines` (error message), of which the first report counts; `exiting`: the process exits now, no
-    script continues after its run.
+    the run ended) and `lines` (error message); only the first report of these counts; `exiting`: the process exits
+    immediately after the run.
     """
     if _pipe is not None:
         with suppress(OSError):  # the supervisor is gone, and this process soon will be
@@ -210,7 +211,7 @@ class SupervisedProcess:
         """
         starting = self._reports.latest.get("starting", False) and not self.reported_ending
         if starting and self._forwarder.received is not None:
-            self.was_stuck_in_start |= time.monotonic() - self._forwarder.received_at > _STOP_S
+            self.was_stuck_in_start |= time.monotonic() - self._forwarder.received_at > _STARTUP_EXIT_LIMIT_S
         return self.was_stuck_in_start
 
     def _is_lost(self) -> bool:
@@ -219,12 +220,18 @@ class SupervisedProcess:
         now = self._polled_at
         if now - before > _SUSPENDED_S:
             self._last_report, self._stopped_at = self._last_report and now, self._stopped_at and now
-        if self._stopped_at is not None and now - self._stopped_at > _STOPPED_S:
+        if self._stopped_at is not None and now - self._stopped_at > _SIGSTOP_LIMIT_S:
             self._kill_reason = (
-                f"the driver (pid {self.pid}) was stopped (SIGSTOP) and not continued for {_STOPPED_S:.0f} s"
+                f"the driver (pid {self.pid}) was stopped (SIGSTOP) and not continued for {_SIGSTOP_LIMIT_S:.0f} s"
             )
         elif self._stopped_at is None and self._last_report is not None:
-            limit = _EXIT_S if "exiting" in self._reports.latest else math.inf if self.reported_ending else _SILENT_S
+            limit = (
+                _EXIT_LIMIT_S
+                if "exiting" in self._reports.latest
+                else math.inf
+                if self.reported_ending
+                else _HEARTBEAT_LIMIT_S
+            )
             if now - self._last_report > limit and why_not_running(self.pid) != "traced":
                 self._kill_reason = f"the driver (pid {self.pid}) sent no heartbeat for {limit:.0f} s"
         return self._kill_reason is not None

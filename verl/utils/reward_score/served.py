@@ -20,7 +20,7 @@ async def compute_score(solution_str: str, ground_truth: Any, raw_prompt: Any, r
 
 
 def required_prompt(raw_prompt: Any) -> list[dict[str, Any]]:
-    """The messages of the prompt, as dicts; ValueError if the row has none."""
+    """Return the messages of the prompt as dicts. ValueError: the row has none."""
     if raw_prompt is None:
         raise ValueError("the row has no raw_prompt: let data.custom_cls keep the messages of its prompts there.")
     return [dict(message) for message in raw_prompt]

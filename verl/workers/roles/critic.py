@@ -17,9 +17,9 @@ from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.micro_batches import trajectory_tokens
 from verl.workers.roles.training import (
     CheckpointedWorker,
+    explain_out_of_memory,
     infer_columns,
     mini_batches_of_call,
-    phase_memory,
     run_epochs,
     start_engine,
     update_micro_batching,
@@ -75,7 +75,7 @@ class CriticWorker(CheckpointedWorker):
         self.engine.offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
-    @phase_memory("values", config_root="critic")
+    @explain_out_of_memory("values", config_root="critic")
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values` [batch, response] and, if meta_info requests it, `last_value` [batch] after each row."""
         config = self.config
@@ -87,7 +87,7 @@ class CriticWorker(CheckpointedWorker):
             return infer_columns(self.engine, data, {name: name for name in fields}, 1.0, micro)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
-    @phase_memory("update_critic", config_root="critic")
+    @explain_out_of_memory("update_critic", config_root="critic")
     def update_critic(
         self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
     ) -> DataProto:

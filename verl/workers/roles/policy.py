@@ -25,10 +25,10 @@ from verl.utils.transfer_group import TransferAddress, TransferGroup, TransferHo
 from verl.workers.roles.policy_loss import ROW, PolicyLoss, require_experts
 from verl.workers.roles.training import (
     CheckpointedWorker,
+    explain_out_of_memory,
     infer_columns,
     log_prob_micro_batching,
     mini_batches_of_call,
-    phase_memory,
     run_epochs,
     start_engine,
     update_micro_batching,
@@ -100,7 +100,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     # ---------------------------------------------------------------- training
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
-    @phase_memory("old_log_prob", config_root="actor_rollout_ref")
+    @explain_out_of_memory("old_log_prob", config_root="actor_rollout_ref")
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return `old_log_probs` and `entropys` [batch, response], at the sampling temperature."""
         columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
@@ -112,7 +112,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             return infer_columns(self.engine, data, columns, self._temperature(data), micro)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
-    @phase_memory("update_actor", config_root="actor_rollout_ref")
+    @explain_out_of_memory("update_actor", config_root="actor_rollout_ref")
     def update_actor(
         self, data: DataProto, ppo_epochs: int | None = None, ppo_mini_batch_size: int | None = None
     ) -> DataProto:
@@ -157,7 +157,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             return DataProto.from_dict({"old_log_probs": loss.old_log_probs(len(data))}, meta_info=result.meta_info)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
-    @phase_memory("ref", config_root="actor_rollout_ref")
+    @explain_out_of_memory("ref", config_root="actor_rollout_ref")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` [batch, response] under the reference policy: with LoRA, the actor without adapters."""
         engine, columns = self.ref_engine, {"log_probs": "ref_log_prob"}
@@ -177,7 +177,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
     # ---------------------------------------------------------------- generation
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rollout"))
-    @phase_memory("gen", config_root="actor_rollout_ref")
+    @explain_out_of_memory("gen", config_root="actor_rollout_ref")
     def generate_sequences(self, prompts: DataProto, **sampling: Any) -> DataProto:
         """Generate one batch: one response per row. `sampling` overrides the configured sampling parameters
         (`temperature=0.7`).
@@ -200,7 +200,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self._release_kv()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("gen", config_root="actor_rollout_ref")
+    @explain_out_of_memory("gen", config_root="actor_rollout_ref")
     def begin_generation(self) -> str:
         """Open `host`, which executes rollout jobs and requests of EngineClients until `end_generation`; return its id.
 
@@ -213,7 +213,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
         return self.host.id
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("gen", config_root="actor_rollout_ref")
+    @explain_out_of_memory("gen", config_root="actor_rollout_ref")
     def end_generation(self) -> None:
         """Close `host`; raise the error of the engine, if it has failed."""
         try:
@@ -308,7 +308,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self.host = self._new_host()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, lane="control")
-    @phase_memory("gen", config_root="actor_rollout_ref")
+    @explain_out_of_memory("gen", config_root="actor_rollout_ref")
     def raise_engine_error(self) -> None:
         """Raise the error of the engine, if it has failed while generation is open."""
         if self.host is not None and not self.host.closed:

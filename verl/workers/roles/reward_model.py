@@ -15,7 +15,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.scoring_tokens import ScoringEncoder
 from verl.workers.engine.base import MicroBatching
-from verl.workers.roles.training import infer_columns, phase_memory, start_engine
+from verl.workers.roles.training import explain_out_of_memory, infer_columns, start_engine
 
 
 class RewardModelWorker(Worker):
@@ -42,7 +42,7 @@ class RewardModelWorker(Worker):
         self.engine.offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
-    @phase_memory("reward", config_root="reward_model")
+    @explain_out_of_memory("reward", config_root="reward_model")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores` [batch, response]: the score of each response at its last token.
 

@@ -13,7 +13,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fs import resolve_model_path
 from verl.utils.http_server.server import ConnectionLimits, serve_in_thread
 from verl.utils.network import own_address
-from verl.workers.roles.training import phase_memory
+from verl.workers.roles.training import explain_out_of_memory
 
 # Maximum number of connections to one rank, from all scorer processes together.
 _MAX_CONNECTIONS = 8192
@@ -32,7 +32,7 @@ class ServedRewardModelWorker(Worker):
         """HTTP application and model (result of `load_app`); None before `init_model`."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("judge", config_root="reward_model")
+    @explain_out_of_memory("judge", config_root="reward_model")
     def init_model(self) -> None:
         """Load the model and serve it until the process ends."""
         if self._address:
@@ -77,7 +77,7 @@ class ServedRewardModelWorker(Worker):
             self._offloaded = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("judge", config_root="reward_model")
+    @explain_out_of_memory("judge", config_root="reward_model")
     def onload(self) -> None:
         """Allocate the device memory again and serve waiting requests."""
         if self._offloaded:

@@ -17,7 +17,7 @@ from verl.utils.fs import resolve_model_path
 from verl.utils.progress import expect
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common.optim import NON_FINITE, RECOMPILES, REFUSED
-from verl.workers.roles.training import CheckpointedWorker, infer_columns, phase_memory, start_engine
+from verl.workers.roles.training import CheckpointedWorker, explain_out_of_memory, infer_columns, start_engine
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.sharding_manager import InProcessTransfer
@@ -123,7 +123,7 @@ class SFTWorker(SupervisedWorker):
         self._start("sft")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
-    @phase_memory("sft")
+    @explain_out_of_memory("sft")
     def train_batch(self, data: DataProto) -> DataProto:
         """Take one optimizer step on the rows of all ranks; metrics in `meta_info["metrics"]`.
 
@@ -159,7 +159,7 @@ class SFTWorker(SupervisedWorker):
         return DataProto.from_dict(columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("sft_answers")
+    @explain_out_of_memory("sft_answers")
     def resume_rollout(self, version: int) -> None:
         """Start or resume the rollout engine and sync the current weights, before calls of `generate`."""
         if self._rollout is None:
@@ -178,7 +178,7 @@ class SFTWorker(SupervisedWorker):
         self._transfer.sync(version)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
-    @phase_memory("sft_answers")
+    @explain_out_of_memory("sft_answers")
     def generate(self, data: DataProto) -> DataProto:
         """Generate one response per row and return its token ids in the column `response_ids`. Call it between
         `resume_rollout` and `release_rollout`."""
@@ -256,7 +256,7 @@ class RewardTrainingWorker(SupervisedWorker):
         self._start("rm")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rm"))
-    @phase_memory("sft")
+    @explain_out_of_memory("sft")
     def evaluate(self, data: DataProto) -> DataProto:
         """Return `scores` [rows] and the columns of the batch other than tokens."""
         result = infer_columns(self.engine, data, {"scores": "scores"}, 1.0, micro_batching(self.config))
@@ -264,7 +264,7 @@ class RewardTrainingWorker(SupervisedWorker):
         return result.union(data.select(batch_keys=others)) if self.engine.collects else result
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rm"))
-    @phase_memory("sft")
+    @explain_out_of_memory("sft")
     def train_batch(self, data: DataProto) -> DataProto:
         """Take one optimizer step on the rows of all ranks; return `scores` [rows] before it, and metrics.
 

@@ -11,7 +11,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.fs import resolve_model_path
 from verl.workers.engine.base import TrainEngine
-from verl.workers.roles.training import infer_columns, log_prob_micro_batching, phase_memory, start_engine
+from verl.workers.roles.training import explain_out_of_memory, infer_columns, log_prob_micro_batching, start_engine
 
 
 class TeacherWorker(Worker):
@@ -34,7 +34,7 @@ class TeacherWorker(Worker):
             self._engines[name].offload()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("teacher"))
-    @phase_memory("teacher", config_root="distillation")
+    @explain_out_of_memory("teacher", config_root="distillation")
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Return `teacher_log_prob` [batch, response] under the teacher `meta_info["teacher"]`.
 

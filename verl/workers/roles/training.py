@@ -32,15 +32,15 @@ ALIASES = {
     "critic/value_loss": "critic/vf_loss",
 }
 
-# Metric that is present only if weights are no longer finite: the index of the last optimizer step, within the training
-# step, that changed them.
+# Metric that is present only if weights are no longer finite: the index, within the training step, of the last
+# optimizer step that changed weights.
 LOST_AT = "lost_at"
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _REQUESTED_SIZE = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
 _MAX_REMEDIES = 14
-# Names in the configuration of roles that have another name, or several blocks, in the configuration.
+# Configuration blocks of roles whose name is not the name of their only block.
 _CONFIG_NAMES = {
     "actor_rollout": ("actor", "rollout"),
     "actor_rollout_ref": ("actor", "rollout", "ref"),
@@ -62,7 +62,8 @@ def run_epochs(
 ) -> DataProto:
     """Train `epochs` epochs on this rank's rows, which are ordered by mini-batch; return a DataProto with metrics only.
 
-    `mini_batches`: the number of rows of each, or the number of equal mini-batches. All ranks have equally many.
+    `mini_batches`: the number of rows of each mini-batch, or the number of mini-batches of equal size. All ranks have
+    the same number of mini-batches.
     """
     sizes = rows_of_mini_batches(len(data), mini_batches)
     parts = [data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
@@ -134,7 +135,7 @@ def _add_metrics(
     if step[EMPTY]:
         return  # no tokens, no metrics
     for name, (total, count) in metrics.items():
-        # Terms of the step's loss (without count) are summed over ranks: the counts of all ranks add up to 1 per step.
+        # Metrics without a count are terms of the step's loss, summed over ranks: each rank counts 1 / dp_size.
         totals.setdefault(f"{prefix}/{name}", []).append((total, 1.0 / dp_size if count is None else count))
     for name, value in (("grad_norm", step["grad_norm"]), ("lr", step["lr"])):
         totals.setdefault(f"{prefix}/{name}", []).append((value, 1.0))
@@ -228,9 +229,9 @@ class CheckpointedWorker(Worker):
             self.engine.load(path, self.checkpoint.load_contents)
 
 
-def phase_memory(phase: str, config_root: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorate a worker's method: out-of-memory errors are explained for `phase`. `config_root`: the key of the
-    worker's `config` in the configuration of a run."""
+def explain_out_of_memory(phase: str, config_root: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Decorate a worker's method: out-of-memory errors name `phase` and the keys to change. `config_root`: the key of
+    the worker's `config` in the configuration of a run."""
 
     def decorate(method: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(method)
@@ -239,7 +240,7 @@ def phase_memory(phase: str, config_root: str = "") -> Callable[[Callable[_P, _R
                 return method(*args, **kwargs)
             except torch.OutOfMemoryError as error:
                 worker: Any = args[0]
-                message = explain(
+                message = device_oom_message(
                     phase, error, *_config_and_root(worker, config_root), worker.device, _colocated_roles(worker)
                 )
                 raise torch.OutOfMemoryError(message) from error
@@ -247,7 +248,9 @@ def phase_memory(phase: str, config_root: str = "") -> Callable[[Callable[_P, _R
                 if not isinstance(error, MemoryError) and _HOST_ALLOCATOR not in str(error):
                     raise
                 worker = args[0]
-                message = explain_host(phase, error, *_config_and_root(worker, config_root), _colocated_roles(worker))
+                message = host_oom_message(
+                    phase, error, *_config_and_root(worker, config_root), _colocated_roles(worker)
+                )
                 raise MemoryError(message) from error
 
         return run
@@ -255,7 +258,7 @@ def phase_memory(phase: str, config_root: str = "") -> Callable[[Callable[_P, _R
     return decorate
 
 
-def explain(
+def device_oom_message(
     phase: str,
     error: torch.OutOfMemoryError,
     config: Any,
@@ -263,7 +266,7 @@ def explain(
     device: torch.device,
     roles: Collection[str] | None = None,
 ) -> str:
-    """Return phase, requested size, memory in use, and the keys of `roles` (None: all) to change, cheapest first."""
+    """Return the message for device memory: requested size, memory in use, keys of `roles` (None: all) to change."""
     size = _REQUESTED_SIZE.search(str(error))
     lines = [f"{phase}: out of device memory. " + (f"{size[1]} more were requested; " if size else "")]
     lines[0] += _in_use(device)
@@ -277,10 +280,10 @@ def explain(
     return "\n".join(lines)
 
 
-def explain_host(
+def host_oom_message(
     phase: str, error: Exception, config: Any, config_root: str, roles: Collection[str] | None = None
 ) -> str:
-    """Return the explanation for host memory, without remedies that offload to host memory."""
+    """Return the message for host memory, without remedies that offload to host memory."""
     cause = str(error).splitlines()[0] if str(error) else "no size reported"
     free = f"{host_memory_available() / 2**30:.1f} GB are free now"
     return f"{phase}: out of host memory, {free}. {cause}\n{host_advice(phase, config, config_root, roles)}"

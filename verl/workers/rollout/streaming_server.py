@@ -36,7 +36,7 @@ class TokenSource(Protocol):
         """The engine's request that continues a sequence after its tokens."""
 
     def stream(self, request: Any, generated: list[int]) -> AsyncGenerator[StreamEvent | None, None]:
-        """Stream the events of a request after its tokens `generated`, to which the caller appends the yielded tokens.
+        """Stream the events of a request. `generated`: its tokens so far; the caller appends the tokens of each event.
         Yields None whenever the request is sent. Closing the generator aborts the request."""
 
     def pause(self) -> None:
@@ -188,8 +188,8 @@ class StreamingServer:
         await self._source.close()
 
 
-class RestartingStepEngine(ServerStepEngine):
-    """The step engine of a `StreamingServer`."""
+class ResendingStepEngine(ServerStepEngine):
+    """The step engine of a `StreamingServer`: after a pause, requests are sent again with their generated tokens."""
 
     def check(self, request: Request) -> None:
         super().check(request)
@@ -202,8 +202,8 @@ class RestartingStepEngine(ServerStepEngine):
 
 
 def params_after(params: dict[str, Any], count: int) -> dict[str, Any]:
-    """Sampling parameters (with the names of vLLM and TensorRT-LLM) of a request that is sent again after `count`
-    generated tokens."""
+    """Return the sampling parameters of a request that is sent again after `count` generated tokens, with the names of
+    vLLM and TensorRT-LLM."""
     rest = params | {"max_tokens": params["max_tokens"] - count, "min_tokens": max(0, params["min_tokens"] - count)}
     if "seed" in params:
         # Engines draw noise from the first token of a request on, so the continuation needs another seed.

@@ -106,15 +106,15 @@ class ServerStepEngine:
         self,
         connect: Callable[[OnChunks], TokenServer],
         max_length: int,
-        after_truncation: bool,
+        log_probs_after_filtering: bool,
         reports_details: bool = False,
     ) -> None:
-        """`connect(on_chunks)` returns the server, which reports to `on_chunks`. `after_truncation`: see
+        """`connect(on_chunks)` returns the server, which reports to `on_chunks`. `log_probs_after_filtering`: see
         `accept_reported`. `reports_details`: the server reports top and prompt log-probs, at the request's
         temperature."""
         self.version = 0
         self._max_length = max_length
-        self._after_truncation = after_truncation
+        self._log_probs_after_filtering = log_probs_after_filtering
         self._reports_details = reports_details
         self._chunks: list[TokenChunk] = []
         """Reported chunks that no step has accepted yet."""
@@ -236,7 +236,9 @@ class ServerStepEngine:
         if sequence.done:
             return False
         count_before = len(sequence.output.token_ids)
-        ended = accept_reported(sequence, chunk.token_ids, chunk.log_probs, self.version, self._after_truncation)
+        ended = accept_reported(
+            sequence, chunk.token_ids, chunk.log_probs, self.version, self._log_probs_after_filtering
+        )
         if chunk.details is not None:
             _accept_details(sequence, chunk.details, count_before)
         if ended:
@@ -281,23 +283,25 @@ def _accept_details(sequence: Sequence, details: ChunkDetails, count_before: int
 
 
 def accept_reported(
-    sequence: Sequence, tokens: Iterable[int], log_probs: Iterable[float], version: int, after_truncation: bool
+    sequence: Sequence, tokens: Iterable[int], log_probs: Iterable[float], version: int, log_probs_after_filtering: bool
 ) -> bool:
     """Append tokens up to the end of the sequence; return whether it has ended.
 
-    `log_probs` are at the request's temperature (greedy: at 1), after penalties, biases and bans. `after_truncation`:
-    whether they are also after top-k, top-p and min-p.
+    `log_probs` are at the request's temperature (greedy: at 1), after penalties, biases and bans.
+    `log_probs_after_filtering`: whether they are also after top-k, top-p and min-p.
     """
-    return accept_scaled(sequence, tokens, log_probs, version, log_prob_factors(sequence.params, after_truncation))
+    return accept_scaled(
+        sequence, tokens, log_probs, version, log_prob_factors(sequence.params, log_probs_after_filtering)
+    )
 
 
-def log_prob_factors(params: SamplingParams, after_truncation: bool) -> LogProbFactors:
+def log_prob_factors(params: SamplingParams, log_probs_after_filtering: bool) -> LogProbFactors:
     """Return the factors for a request.
 
     They are for the log-prob of the policy at the request's temperature, for that at temperature 1, and for that under
     the distribution that was sampled from.
     """
-    truncates = params.truncated and after_truncation
+    truncates = params.truncated and log_probs_after_filtering
     policy = math.nan if params.penalised or params.logit_bias or truncates else 1.0
     raw = policy if params.greedy or params.temperature == 1 else math.nan
     sampled = 1.0 if truncates or not params.truncated else math.nan
@@ -347,10 +351,10 @@ def accept_reported_experts(sequence: Sequence, experts: np.ndarray, version: in
 
 
 def check_reported_log_probs(
-    engine: str, top_log_probs: TopLogProbsFn, vocab_size: int, after_truncation: bool, dtype: torch.dtype
+    engine: str, top_log_probs: TopLogProbsFn, vocab_size: int, log_probs_after_filtering: bool, dtype: torch.dtype
 ) -> bool:
     """Raise RuntimeError unless the log-probs that an engine reports are those of the distribution it samples from: at
-    the requested temperature, and with top-k after truncation if `after_truncation`, else before it.
+    the requested temperature, and with top-k after filtering if `log_probs_after_filtering`, else before it.
 
     `engine`: name and version, for the message. `dtype`: that of the engine's logits. Returns False if the model cannot
     tell, because its next tokens are equally likely or its log-probs are not finite.
@@ -365,10 +369,10 @@ def check_reported_log_probs(
         _check_temperature(engine, at_one, log_probs, temperature, noise)
         _check_normalised(engine, log_probs, vocab_size, f"temperature {temperature}")
     kept = {token: value for token, value in _most_likely(top_log_probs(1.0, _TOP_K)).items() if value > -1e4}
-    if after_truncation:
+    if log_probs_after_filtering:
         _check_normalised(engine, kept, len(kept), f"top_k {_TOP_K}")
     elif any(abs(value - at_one[token]) > _TOLERANCE + noise for token, value in kept.items() if token in at_one):
-        _reject(engine, f"top_k {_TOP_K} changes them, although they should be computed before truncation")
+        _reject(engine, f"top_k {_TOP_K} changes them, although they should be computed before filtering")
     return True
 
 

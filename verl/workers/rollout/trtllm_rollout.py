@@ -28,7 +28,7 @@ from verl.utils.counter_noise import engine_seed
 from verl.utils.device import resolve_dtype
 from verl.workers.rollout import register_rollout
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, merge_engine_arguments, request_loop
-from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamEvent, StreamingServer, params_after
+from verl.workers.rollout.streaming_server import ResendingStepEngine, StreamEvent, StreamingServer, params_after
 from verl.workers.rollout.third_party import PROBE_PROMPT, PROBE_TOP_TOKENS, OnChunks, check_reported_log_probs
 from verl.workers.rollout.weights import CheckpointWeights, dtype_name
 
@@ -63,7 +63,7 @@ class TRTLLMRollout(EmbeddedRollout):
         text_config = hf_config.get_text_config(decoder=True)
         self._vocab_size, self._log_probs_checked = int(text_config.vocab_size), False
         self._source = TRTLLMSource(self._llm, config.max_num_seqs, self._vocab_size)
-        self._step_engine = RestartingStepEngine(self._connect, config.max_model_len, after_truncation=True)
+        self._step_engine = ResendingStepEngine(self._connect, config.max_model_len, log_probs_after_filtering=True)
         call = self._streams.call
         call(self._llm.setup_async())
         memory = TRTLLMMemory(self._llm, call)
@@ -101,7 +101,7 @@ class TRTLLMRollout(EmbeddedRollout):
                 f"TensorRT-LLM {tensorrt_llm.__version__}",
                 lambda temperature, top_k: self._streams.call(self._source.top_log_probs(temperature, top_k)),
                 self._vocab_size,
-                after_truncation=True,
+                log_probs_after_filtering=True,
                 dtype=self.weight_dtype,
             )
         return super().submit(requests)

@@ -17,7 +17,7 @@ import pytest
 from tests.support.terminal import run_on_terminal
 from verl.trainer.common import status_display
 from verl.trainer.common.run_status import StatusSnapshot
-from verl.trainer.common.status_display import LineLog, ProgressLog, StatusText, show_status
+from verl.trainer.common.status_display import ProgressLog, StartupProgressLog, StatusText, show_status
 from verl.utils.console import startup_phase
 
 PROGRAM = """
@@ -57,7 +57,7 @@ def test_the_status_line_has_startup_phase_step_samples_and_remaining_time():
 
 
 def test_elsewhere_a_startup_phase_is_logged_every_eight_seconds(said):
-    show = LineLog()
+    show = StartupProgressLog()
     for seconds in (2, 6, 9, 11, 16, 18):
         show(StatusSnapshot(0, 0, starting=True, startup="Ray", startup_seconds=seconds))
     show(StatusSnapshot(0, 0, starting=True, startup="data", startup_seconds=7))

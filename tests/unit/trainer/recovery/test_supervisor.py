@@ -38,10 +38,10 @@ class WorkerDiedError(RuntimeError):
     summary = property(str)
 
 supervisor._FIRST_DELAY_S = float(os.environ.get("DELAY", 0.3))
-supervised_process._STOPPED_S = 0.3
-supervised_process._SILENT_S, supervised_process._EXIT_S = 1.5, 5.0
+supervised_process._SIGSTOP_LIMIT_S = 0.3
+supervised_process._HEARTBEAT_LIMIT_S, supervised_process._EXIT_LIMIT_S = 1.5, 5.0
 supervised_process._SUSPENDED_S = 1.0
-supervised_process._STOP_S = 1.0
+supervised_process._STARTUP_EXIT_LIMIT_S = 1.0
 folder = pathlib.Path(sys.argv[1])
 trainer = SimpleNamespace(
     max_restarts=2, default_local_dir=str(folder), resume_mode="auto", resume_from_path=None,

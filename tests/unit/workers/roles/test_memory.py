@@ -19,7 +19,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_wo
 from verl.single_controller.ray.rank_monitor import RecentMemory, explain_death
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.training_health import add_memory_advice
-from verl.workers.roles.training import phase_memory
+from verl.workers.roles.training import explain_out_of_memory
 
 MESSAGE = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.32 GiB of which 1 GiB is free."
@@ -41,13 +41,13 @@ class Critic(Worker):
         self.config, self.engine = config, FullDevice(error)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("update_critic", config_root="critic")
+    @explain_out_of_memory("update_critic", config_root="critic")
     def update_critic(self):
         """Runs out of memory."""
         self.engine.infer()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("values", config_root="critic")
+    @explain_out_of_memory("values", config_root="critic")
     def compute_values(self):
         """Does not."""
         return 7
@@ -90,7 +90,7 @@ class Actor(Worker):
         self.config, self.engine = config, FullDevice(MESSAGE)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @phase_memory("update_actor", config_root="actor_rollout_ref")
+    @explain_out_of_memory("update_actor", config_root="actor_rollout_ref")
     def update_actor(self):
         """Runs out of memory."""
         self.engine.infer()
@@ -186,7 +186,7 @@ def test_out_of_host_memory_names_the_phase_and_keys_that_do_not_move_more_there
         config = as_config(CriticConfig, {"ppo_micro_batch_size_per_gpu": 8, "use_dynamic_bsz": False})
         device = torch.device("cpu")
 
-        @phase_memory("update_critic", config_root="critic")
+        @explain_out_of_memory("update_critic", config_root="critic")
         def run(self) -> torch.Tensor:
             return torch.empty(1 << 60, dtype=torch.uint8)
 

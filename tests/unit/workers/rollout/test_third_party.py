@@ -40,7 +40,9 @@ LOGITS = torch.randn(VOCAB, generator=torch.Generator().manual_seed(0))
 
 class Served:
     def __init__(self) -> None:
-        self.steps = ServerStepEngine(self._connect, max_length=1000, after_truncation=False, reports_details=True)
+        self.steps = ServerStepEngine(
+            self._connect, max_length=1000, log_probs_after_filtering=False, reports_details=True
+        )
         self.loop = AsyncEngine(self.steps, tiny_tokenizer)
 
     def _connect(self, tell) -> ScriptedServer:
@@ -237,7 +239,7 @@ def test_closing_fails_who_is_unfinished():
 
 
 @pytest.mark.parametrize(
-    ("changes", "after_truncation", "known"),
+    ("changes", "log_probs_after_filtering", "known"),
     [
         ({}, True, "policy raw drawn"),
         ({"temperature": 0.5}, True, "policy drawn"),
@@ -249,9 +251,9 @@ def test_closing_fails_who_is_unfinished():
         ({"min_new_tokens": 1}, True, "drawn"),
     ],
 )
-def test_what_a_log_prob_stands_for(changes, after_truncation, known):
+def test_what_a_log_prob_stands_for(changes, log_probs_after_filtering, known):
     sequence = Sequence(Request("r", PROMPT, replace(SHORT, **changes)))
-    assert not accept_reported(sequence, [4], [-1.5], 0, after_truncation)
+    assert not accept_reported(sequence, [4], [-1.5], 0, log_probs_after_filtering)
     output = sequence.output
     values = {"policy": output.log_probs, "raw": output.raw_log_probs, "drawn": output.sampled_log_probs}
     assert " ".join(name for name, value in values.items() if value == [-1.5]) == known
@@ -260,7 +262,7 @@ def test_what_a_log_prob_stands_for(changes, after_truncation, known):
 
 def test_a_greedy_token_is_drawn_with_certainty():
     sequence = Sequence(Request("r", PROMPT, replace(SHORT, temperature=0.0)))
-    accept_reported(sequence, [4], [-1.5], 0, after_truncation=True)
+    accept_reported(sequence, [4], [-1.5], 0, log_probs_after_filtering=True)
     output = sequence.output
     assert (output.log_probs, output.raw_log_probs, output.sampled_log_probs) == ([-1.5], [-1.5], [0.0])
 
@@ -287,7 +289,7 @@ raw = reporting(lambda temperature, top_k: LOGITS)
 reordered = reporting(lambda temperature, top_k: LOGITS if temperature == 1 else -LOGITS / temperature)
 
 
-def test_what_is_drawn_from_passes_before_and_after_truncation() -> None:
+def test_what_is_drawn_from_passes_before_and_after_filtering() -> None:
     assert check_reported_log_probs("e 1", processed, VOCAB, True, torch.float32)
     assert check_reported_log_probs("e 1", untruncated, VOCAB, False, torch.float32)
 
@@ -307,23 +309,25 @@ def test_what_rounds_otherwise_each_time_passes_in_its_own_dtype_alone() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("top", "after_truncation", "cause"),
+    ("top", "log_probs_after_filtering", "cause"),
     [
         (raw, True, "two tokens .*temperature 0.5"),
         (reordered, True, ": temperature 0.5 .*most likely"),
         (untruncated, True, r"top_k 5 .*\b20 .*\b0\.\d+"),
-        (processed, False, ": top_k 5 .*truncation"),
+        (processed, False, ": top_k 5 .*filtering"),
         (
             lambda t, k: {token: lp - 1 for token, lp in processed(t, k).items()},
             True,
             r"temperature 0\.05 .*\b20 .*\b0\.\d+",
         ),
     ],
-    ids=["raw", "reordered", "before truncation", "after truncation", "not normalised"],
+    ids=["raw", "reordered", "before filtering", "after filtering", "not normalised"],
 )
-def test_what_is_not_is_refused_by_name(top: Callable, after_truncation: bool, cause: str, dtype: torch.dtype) -> None:
+def test_what_is_not_is_refused_by_name(
+    top: Callable, log_probs_after_filtering: bool, cause: str, dtype: torch.dtype
+) -> None:
     with pytest.raises(RuntimeError, match=rf"^rollout: e 1 .*log-probs.*{cause}"):
-        check_reported_log_probs("e 1", top, VOCAB, after_truncation, dtype)
+        check_reported_log_probs("e 1", top, VOCAB, log_probs_after_filtering, dtype)
 
 
 @pytest.mark.parametrize("logits", [torch.zeros(VOCAB), torch.full((VOCAB,), torch.nan)], ids=["alike", "broken"])

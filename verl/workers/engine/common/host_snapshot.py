@@ -73,10 +73,10 @@ class HostSnapshot:
     def take(
         self, tensors: Mapping[str, torch.Tensor], sources: Mapping[str, Sequence[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
-        """Start a copy, and return its tensors, which are valid after `check`. Overwrites earlier copies.
+        """Start a copy and return its tensors, which are valid after `check`. Overwrites earlier copies.
 
-        `sources`: the bytes of each of `tensors`, in host memory or on the device. They must not change before `wait`
-        returns.
+        `sources`: for each name in `tensors`, the parts that make up its bytes, in host memory or on the device. They
+        must not change before `wait` returns.
         """
         self.wait()
         self._stop_touching()

@@ -114,7 +114,7 @@ class FSDPEngine(BaseTrainEngine):
             check_head(self.model, self.device)
             self._packs = model_config.use_remove_padding and enable_packed_attention(self.model, self.device)
         if not self._packs:
-            self._require_no_packing(router_replay, prefix_sharing)
+            self._reject_features_that_need_packing(router_replay, prefix_sharing)
             self._routers = None
         replays = self._routers is not None and self._routers.replay
         mode, expands_rows = prefix_sharing if self._packs else "false", self.device.type != "cuda"
@@ -139,8 +139,8 @@ class FSDPEngine(BaseTrainEngine):
         )
         self._init_storage(self.model, engine_config, self.mesh, background_save, save_contents)
 
-    def _require_no_packing(self, router_replay: bool, prefix_sharing: str) -> None:
-        """Raise ValueError for a feature that requires packed tokens."""
+    def _reject_features_that_need_packing(self, router_replay: bool, prefix_sharing: str) -> None:
+        """Raise ValueError if a requested feature requires packed tokens, which this model does not use."""
         requirements = {
             "ulysses_sequence_parallel_size": (self.sequence_parallel is not None, "1"),
             "router_replay.mode": (router_replay, "disabled"),
@@ -149,8 +149,8 @@ class FSDPEngine(BaseTrainEngine):
         for key, (required, off) in requirements.items():
             if required:
                 raise ValueError(
-                    f"{key}: requires packed tokens, but this model runs with padding. Set it to {off}, or "
-                    "model.use_remove_padding=True if that is off."
+                    f"{key}: requires packed tokens, but this model runs with padding. Set it to {off}; or, if "
+                    "model.use_remove_padding is False, set that to True."
                 )
 
     @classmethod

@@ -238,8 +238,8 @@ def core_config(
         "init_method": _no_init,
         "output_layer_init_method": _no_init,
         "embedding_init_method": _no_init,
-        # In the interleaved schedule of two stages, messages of both directions go between the same ranks: Core tells
-        # them apart only if their length is known and they are sent asynchronously.
+        # With two stages, the interleaved schedule sends messages of both directions between the same two ranks. Core
+        # distinguishes them only if their length is known and they are sent asynchronously.
         "variable_seq_lengths": layout.vpp == 1,
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,

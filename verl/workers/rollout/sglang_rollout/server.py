@@ -62,13 +62,13 @@ class SGLangStepEngine(ServerStepEngine):
             self.server = SGLangServer(thread, eos_token_ids, on_chunks)
             return self.server
 
-        super().__init__(connect, max_length, after_truncation=False, reports_details=True)
+        super().__init__(connect, max_length, log_probs_after_filtering=False, reports_details=True)
         self._check_log_probs = partial(
             check_reported_log_probs,
             f"SGLang {thread.version}",
             lambda temperature, top_k: self.server.top_log_probs(PROBE_PROMPT, temperature, top_k, PROBE_TOP_TOKENS),
             vocab_size,
-            after_truncation=False,
+            log_probs_after_filtering=False,
             dtype=dtype,
         )
         self._log_probs_checked = False

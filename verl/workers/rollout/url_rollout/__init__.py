@@ -15,7 +15,7 @@ from verl.inference.build import default_end_tokens, read_hf_config
 from verl.models.loading import empty_model
 from verl.types.request import Output, Request
 from verl.workers.rollout.embedded_rollout import EmbeddedRollout, request_loop
-from verl.workers.rollout.streaming_server import RestartingStepEngine, StreamingServer
+from verl.workers.rollout.streaming_server import ResendingStepEngine, StreamingServer
 from verl.workers.rollout.third_party import check_reported_log_probs
 from verl.workers.rollout.url_rollout.server import ControlClient, HTTPTokenSource, ServerError, ServerWeights
 from verl.workers.rollout.url_rollout.sglang_server import SGLangServerAPI, SGLangTransport
@@ -42,8 +42,8 @@ class URLRollout(EmbeddedRollout):
         self._api, self._transport = connect(url, model_path, config, hf_config, eos_token_ids, trainer_device)
         api = self._api
         logger.info("rollout: connected to %s at %s, %s", api.engine, url, api.dtype)
-        self._step_engine = RestartingStepEngine(
-            partial(StreamingServer, HTTPTokenSource(api)), config.max_model_len, api.after_truncation
+        self._step_engine = ResendingStepEngine(
+            partial(StreamingServer, HTTPTokenSource(api)), config.max_model_len, api.log_probs_after_filtering
         )
         skeleton = empty_model(hf_config, "causal_lm", api.dtype, model_config.trust_remote_code)
         text_config = hf_config.get_text_config(decoder=True)
@@ -66,7 +66,7 @@ class URLRollout(EmbeddedRollout):
                 f"{self._api.engine} at {self._api.client.url}",
                 self._api.top_log_probs,
                 self._vocab_size,
-                self._api.after_truncation,
+                self._api.log_probs_after_filtering,
                 self._api.dtype,
             )
         return super().submit(requests)

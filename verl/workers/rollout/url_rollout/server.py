@@ -140,7 +140,7 @@ class ServerAPI(ABC):
 
     path: str
     """Endpoint of generation requests."""
-    after_truncation: bool
+    log_probs_after_filtering: bool
     """Whether reported log-probs are after top-k, top-p and min-p."""
 
     # Set by `connect`.

@@ -32,7 +32,7 @@ from verl.workers.rollout.weights import dtype_name
 
 logger = logging.getLogger(__name__)
 
-# Larger tensors are only compared after the first update: one core computes the checksums.
+# Tensors with more elements are only compared after the first update, because checksums are computed on one core.
 _MAX_CHECKED_ELEMENTS = 1 << 20
 # SGLang pads vocabularies to a multiple of this, and its checksums include the padding.
 _VOCAB_MULTIPLE = 64
@@ -42,7 +42,7 @@ class SGLangServerAPI(ServerAPI):
     """Token ids are sent and received by SGLang's own `/generate`."""
 
     path = "/generate"
-    after_truncation = False
+    log_probs_after_filtering = False
 
     def __init__(
         self,

@@ -39,7 +39,7 @@ class VllmServerAPI(ServerAPI):
     """Token ids are sent and received by the completions API; control calls use development endpoints."""
 
     path = "/v1/completions"
-    after_truncation = True
+    log_probs_after_filtering = True
 
     def connect(self) -> None:
         config = self._config

@@ -105,7 +105,7 @@ class VllmStepEngine:
                 sequence.done, sequence.error = True, error
                 rejected.append(sequence)
             else:
-                self._running[name] = sequence, log_prob_factors(sequence.params, after_truncation=True)
+                self._running[name] = sequence, log_prob_factors(sequence.params, log_probs_after_filtering=True)
         return rejected
 
     def _check_log_probs(self) -> bool:
@@ -125,7 +125,7 @@ class VllmStepEngine:
 
         engine = f"vLLM {self._vllm_version}"
         return check_reported_log_probs(
-            engine, top_log_probs, self._vocab_size, after_truncation=True, dtype=self._dtype
+            engine, top_log_probs, self._vocab_size, log_probs_after_filtering=True, dtype=self._dtype
         )
 
     @property
