@@ -78,5 +78,5 @@ def test_models_it_does_not_map_are_refused_before_weights_are_read_and_without_
     assert len(found["messages"]) == len(IMPORT_ERRORS)
     for message, error in zip(found["messages"], IMPORT_ERRORS, strict=True):
         assert str(error) in message
-        assert "using our own weight mapping" in message
+        assert "using the built-in weight mapping" in message
     assert "no safetensors files" in found["no files"]

@@ -37,7 +37,8 @@ class AttentionBackend(Protocol):
         """Write key and value into the layer's cache at `step.slots`, then attend causally.
 
         query: [T, heads, head_dim]; key, value: [T, kv_heads, head_dim]; returns [T, heads, head_dim].
-        A token sees itself and the `window - 1` tokens before it (None: all). Scores are softcap·tanh(score/softcap).
+        A token sees itself and the `window - 1` tokens before it (None: all). With `softcap`, scores are
+        softcap·tanh(score/softcap).
         """
         ...
 
@@ -97,11 +98,11 @@ class TorchAttention:
             layout = step.scratch[TorchAttention, window] = _Layout(step, window, query.dtype)
         out = query.new_empty(query.shape)
         for batch in layout.prompts:
-            out[batch.rows] = _prompts(batch, query, key, value, scale, softcap)
+            out[batch.rows] = _attend_prompts(batch, query, key, value, scale, softcap)
         for chunk in layout.chunks:
-            out[chunk.rows] = _prefill(chunk, query, (keys, values), scale, softcap)
+            out[chunk.rows] = _attend_chunk(chunk, query, (keys, values), scale, softcap)
         for bucket in layout.buckets:
-            out[bucket.rows] = _decode(bucket, query, (keys, values), scale, softcap)
+            out[bucket.rows] = _attend_bucket(bucket, query, (keys, values), scale, softcap)
         return out
 
 
@@ -112,7 +113,8 @@ class _Prompts:
     rows: torch.Tensor
     """[tokens] indices of their tokens in the pass, prompt after prompt."""
     padded: torch.Tensor
-    """[n * longest] the same with padding after each prompt (its first token: later positions are not attended to)."""
+    """[n * longest] the same indices, padded to the longest prompt. The padding repeats the index of the prompt's first
+    token; it comes after the prompt, where causal attention ignores it."""
     places: torch.Tensor
     """[tokens] positions of `rows` in `padded`."""
     count: int
@@ -239,38 +241,41 @@ def _group_by_length(lengths: Sequence[int], members: Iterable[int]) -> Iterator
         yield group
 
 
-def _prompts(
+def _attend_prompts(
     batch: _Prompts, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, softcap: float | None
 ) -> torch.Tensor:
-    """[tokens, heads, head_dim] of whole prompts."""
+    """Attention of whole prompts, [tokens, heads, head_dim]."""
     parts = (part.index_select(0, batch.padded) for part in (query, key, value))
     queries, keys, values = (part.unflatten(0, (batch.count, -1)).transpose(1, 2) for part in parts)
     out = _attend(queries, keys, values, batch.bias, batch.bias is None, scale, softcap)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.places)
 
 
-def _prefill(
+def _attend_chunk(
     chunk: _Chunk,
     query: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[queries, heads, head_dim] of one chunk."""
+    """Attention of one chunk to its visible context, [queries, heads, head_dim]."""
     context = (part.index_select(0, chunk.blocks).flatten(0, 1)[: chunk.length] for part in cache)
     keys, values = (part.transpose(0, 1).unsqueeze(0) for part in context)
     queries = query[chunk.rows].transpose(0, 1).unsqueeze(0)
     return _attend(queries, keys, values, chunk.bias, False, scale, softcap)[0].transpose(0, 1)
 
 
-def _decode(
+def _attend_bucket(
     bucket: _Bucket,
     query: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """[n, heads, head_dim]. The query heads of a KV head are rows of one matrix, so that keys are not repeated."""
+    """Attention of decoded tokens to their cached context, [n, heads, head_dim].
+
+    The query heads of a KV head are rows of one matrix, so that keys are not repeated.
+    """
     n, (kv_heads, head_dim) = len(bucket.rows), cache[0].shape[2:]
     gathered = []
     for part in cache:

@@ -80,8 +80,8 @@ class BlockManager:
     def fork(self, parent: Sequence, child: Sequence) -> list[tuple[int, int]]:
         """Share the parent's full blocks with the child, which has the same tokens.
 
-        A partly filled last block is not shared: the child gets a copy, which needs a free block. Returns its (from,
-        to), to be copied after the step has written its KV.
+        A partly filled last block is not shared: the child gets a copy, which needs a free block. Returns the pair
+        (from, to) of blocks to copy once the step has written the parent's KV; an empty list if there is no such block.
         """
         full, remainder = divmod(len(child.token_ids), self.block_size)
         child.block_table = parent.block_table[:full]

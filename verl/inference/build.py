@@ -64,7 +64,7 @@ class BuiltEngine:
     pad_token_id: int | None
 
     def start(self) -> AsyncEngine | FollowerEngine:
-        """Start the thread that runs the engine: a leader on the first of several ranks, followers on the others."""
+        """Return the engine that runs steps in a thread; with several ranks, the first leads and the others follow."""
         if self.parallel.size == 1:
             return AsyncEngine(self.engine, self.load_tokenizer)
         if self.parallel.rank == 0:

@@ -70,25 +70,25 @@ class OutputConstraints:
         return grammar
 
     def prepare(self, params: SamplingParams) -> None:
-        """Compile the grammar of `params` ahead of requests with it."""
+        """Compile the grammar of `params` before requests use it."""
         if params.grammar is not None:
             self._compile(params.grammar, params.eos_token_ids)
 
-    def _compile(self, grammar: str, ends: frozenset[int]) -> GrammarState:
+    def _compile(self, grammar: str, end_token_ids: frozenset[int]) -> GrammarState:
         if self._load_tokenizer is None:
             raise ValueError("grammar: needs a tokenizer, but this engine has none. Remove it.")
-        compiled = self._grammars.get((grammar, ends))
+        compiled = self._grammars.get((grammar, end_token_ids))
         if compiled is not None:
             return compiled
         tokenizer = self._get_tokenizer()
         with self._compiling:
-            if ends not in self._grammar_tokenizers:
-                self._grammar_tokenizers[ends] = GrammarTokenizer(tokenizer, ends)
-            if (grammar, ends) not in self._grammars:
+            if end_token_ids not in self._grammar_tokenizers:
+                self._grammar_tokenizers[end_token_ids] = GrammarTokenizer(tokenizer, end_token_ids)
+            if (grammar, end_token_ids) not in self._grammars:
                 if len(self._grammars) >= _MAX_CACHED_GRAMMARS:
                     self._grammars.pop(next(iter(self._grammars)))  # running sequences keep their reference
-                self._grammars[grammar, ends] = self._grammar_tokenizers[ends].compile(grammar)
-            return self._grammars[grammar, ends]
+                self._grammars[grammar, end_token_ids] = self._grammar_tokenizers[end_token_ids].compile(grammar)
+            return self._grammars[grammar, end_token_ids]
 
     def _get_tokenizer(self) -> Any:
         assert self._load_tokenizer is not None
@@ -100,8 +100,9 @@ class OutputConstraints:
 
 # Decoders output this character for an incomplete one.
 _REPLACEMENT = "\ufffd"
-# A token for one byte: a run of them is decoded together, or not at all if it is not valid UTF-8.
-_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+# Name of a token that stands for one byte. Decoders convert consecutive byte tokens together; if these are not valid
+# UTF-8, all of them become replacement characters.
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class StopStringChecker:
@@ -118,7 +119,7 @@ class StopStringChecker:
         # A token is at least a byte. One more token in front: decoders treat the first token of a text differently.
         self._window = max(len(text.encode()) for text in stop) + 1
         self._may_complete: dict[int, bool] = {}
-        self._byte: dict[int, bool] = {}
+        self._is_byte_by_token: dict[int, bool] = {}
 
     def completed_by_last(self, token_ids: list[int]) -> bool:
         """Whether the last of the generated `token_ids` completes one of the strings."""
@@ -129,7 +130,7 @@ class StopStringChecker:
         if not possible:
             return False
         start = max(0, len(token_ids) - self._window)
-        while start and self._is_byte(token_ids[start]):
+        while start and self._is_byte_token(token_ids[start]):
             start -= 1
         window = token_ids[start:]
         text = self._decode(window)
@@ -146,11 +147,11 @@ class StopStringChecker:
         # A space at a token's edge may be missing when it is decoded alone.
         return any(stop[-1] in text or stop[-1].isspace() for stop in self._stop)
 
-    def _is_byte(self, token: int) -> bool:
-        is_byte = self._byte.get(token)
+    def _is_byte_token(self, token: int) -> bool:
+        is_byte = self._is_byte_by_token.get(token)
         if is_byte is None:
             name = self._tokenizer.convert_ids_to_tokens(token)
-            is_byte = self._byte[token] = isinstance(name, str) and _BYTE.fullmatch(name) is not None
+            is_byte = self._is_byte_by_token[token] = isinstance(name, str) and _BYTE_TOKEN.fullmatch(name) is not None
         return is_byte
 
     def _decode(self, token_ids: list[int]) -> str:
@@ -158,8 +159,8 @@ class StopStringChecker:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-# Limits white space: an uncertain model would otherwise generate it without end.
-_OPTIONS = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,24}"}
+# Limits white space: otherwise a model may generate it without end.
+_JSON_OPTIONS = {"whitespace_pattern": r" ?|\r?\n[ \t]{0,24}"}
 _NOT_INSTALLED = "grammar: needs the package llguidance, which is not installed: pip install llguidance"
 
 _UNSUPPORTED_TOKENIZER = (
@@ -171,7 +172,7 @@ _REMEDY = "Remove it and describe the format in the prompt, or serve a model who
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """The grammar of JSON texts that match `schema`. Raises ValueError for an unsupported schema."""
-    return _validated(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS))
+    return _validated(_library().LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS))
 
 
 def text_grammar(choices: Sequence[Sequence[str | dict[str, Any]]]) -> str:
@@ -181,7 +182,7 @@ def text_grammar(choices: Sequence[Sequence[str | dict[str, Any]]]) -> str:
         parts = [
             json.dumps(part, ensure_ascii=False)
             if isinstance(part, str)
-            else f"%json {json.dumps({**part, 'x-guidance': _OPTIONS})}"
+            else f"%json {json.dumps({**part, 'x-guidance': _JSON_OPTIONS})}"
             for part in choice
         ]
         rows.append(" ".join(parts))
@@ -196,17 +197,17 @@ def _validated(grammar: str) -> str:
 
 
 class GrammarTokenizer:
-    """A tokenizer in llguidance's form; `ends` are the end token ids.
+    """A tokenizer in llguidance's form.
 
     Raises ValueError for a tokenizer that llguidance does not support.
     """
 
-    def __init__(self, tokenizer: Any, ends: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Any, end_token_ids: frozenset[int]) -> None:
         _library()
         import llguidance.hf
 
         try:
-            self._tokens = llguidance.hf.from_tokenizer(tokenizer, eos_token=sorted(ends) or None)
+            self._tokens = llguidance.hf.from_tokenizer(tokenizer, eos_token=sorted(end_token_ids) or None)
         except ValueError as error:
             raise ValueError(f"{_UNSUPPORTED_TOKENIZER} ({error}). {_REMEDY}") from error
 
@@ -218,20 +219,20 @@ class GrammarTokenizer:
         return GrammarState(matcher, self._tokens.vocab_size)
 
 
-def check_compiles(tokenizer: Any, ends: frozenset[int], grammar: str) -> None:
+def check_compiles(tokenizer: Any, end_token_ids: frozenset[int], grammar: str) -> None:
     """Compile a grammar and its first token mask, and discard them. Raises ValueError if the grammar is invalid.
 
     For processes with limits on time and memory: compiling it again in the engine costs about the same.
     """
-    compiled = _grammar_tokenizer(tokenizer, ends).compile(grammar)
+    compiled = _grammar_tokenizer(tokenizer, end_token_ids).compile(grammar)
     token_masks([compiled])
     if compiled.error is not None:
         raise ValueError(f"grammar: {compiled.error}")
 
 
 @lru_cache(1)
-def _grammar_tokenizer(tokenizer: Any, ends: frozenset[int]) -> GrammarTokenizer:
-    return GrammarTokenizer(tokenizer, ends)
+def _grammar_tokenizer(tokenizer: Any, end_token_ids: frozenset[int]) -> GrammarTokenizer:
+    return GrammarTokenizer(tokenizer, end_token_ids)
 
 
 class GrammarState:
@@ -272,12 +273,12 @@ def token_masks(grammars: Iterable[GrammarState | None]) -> TokenMasks | None:
         return None
     words = np.zeros(llguidance.numpy.get_bitmask_shape(len(constrained), constrained[0][1]._vocabulary), np.int32)
     matchers = [(grammar._matcher, number) for number, (_, grammar) in enumerate(constrained)]
-    llguidance.numpy.fill_next_token_bitmask_par(_threads(), matchers, words)
+    llguidance.numpy.fill_next_token_bitmask_par(_executor(), matchers, words)
     return [row for row, _ in constrained], words
 
 
 @cache
-def _threads() -> Any:
+def _executor() -> Any:
     return _library().LLExecutor(available_cores())
 
 

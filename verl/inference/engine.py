@@ -36,7 +36,8 @@ class Runner(Protocol):
 
     @property
     def steps_ahead(self) -> int:
-        """Number of steps launched before the results of the oldest one are read: 1 keeps a GPU busy, 0 for CPUs."""
+        """Number of launched steps whose results may be unread when the next step is planned: 1 keeps a GPU busy, 0 is
+        for CPUs."""
 
     def launch(self, plan: StepPlan) -> PendingStep: ...
 
@@ -105,7 +106,7 @@ class Engine:
         self.scheduler.remove(sequences)
 
     def step(self) -> list[Sequence]:
-        """Launch the next step, collect the results of an earlier one, and return the sequences it finished."""
+        """Launch the next step, collect the results of an earlier one, and return the sequences finished by them."""
         pulse()
         plan = self.scheduler.schedule()
         if plan is None:

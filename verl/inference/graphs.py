@@ -98,7 +98,8 @@ class CudaRecorder:
 
 
 class StepGraphs:
-    """CUDA graphs by kind of step and size. All but the largest are captured when a step of their size first runs.
+    """CUDA graphs by kind of step and size. Graphs that are not captured in advance are captured when a step of their
+    size first runs.
 
     A model whose step synchronises with the device (some MoE models) cannot be captured and runs eagerly.
     """
@@ -130,8 +131,8 @@ class StepGraphs:
         self._padding_slot = len(last_tokens) - 1
         self._can_capture = True
         self._replays: dict[_Step, Callable[[], None]] = {}
-        self._left_out: set[_Step] = set()
-        """Steps whose capture has failed. It is not tried again: every attempt empties the allocator's cache."""
+        self._failed_captures: set[_Step] = set()
+        """Steps whose capture has failed. They are not captured again: every attempt empties the allocator's cache."""
         # Inputs of the graphs. Rows beyond those of a step refer to the padding slot.
         tokens = max(self._decode_sizes[-1], self._mixed_sizes[-1])
         self._ids = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -199,7 +200,7 @@ class StepGraphs:
 
     def _capture(self, step: _Step) -> None:
         """Capture the graph of a step that has run, if this is possible now."""
-        if self._can_capture and step not in self._left_out:
+        if self._can_capture and step not in self._failed_captures:
             with self._may_capture() as permitted:
                 if permitted:
                     self._record(step)
@@ -212,12 +213,12 @@ class StepGraphs:
         except torch.OutOfMemoryError as error:
             if not self._skips_out_of_memory:
                 raise
-            self._left_out.add(step)
+            self._failed_captures.add(step)
             logger.warning("steps of %d tokens run without a CUDA graph, which does not fit: %s", step[1], error)
         except RuntimeError as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if any(has_prefills == step[0] for has_prefills, _ in self._replays):
-                self._left_out.add(step)  # a step of this kind was captured: the model is not the cause
+                self._failed_captures.add(step)  # a step of this kind was captured: the model is not the cause
                 logger.warning("steps of %d tokens run without a CUDA graph: its capture failed: %s", step[1], reason)
                 return
             self._can_capture = False

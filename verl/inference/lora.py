@@ -94,7 +94,7 @@ class AdapterOptions:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLayer:
-    """A linear layer, whose outputs are columns `start` to `stop` of a matmul's."""
+    """A linear layer, whose outputs are columns `start` to `stop` of the output of a matmul."""
 
     name: str
     start: int
@@ -107,7 +107,7 @@ class AdapterGroup:
     """The adapters of one matmul, which may be that of several layers (query, key and value).
 
     `down` [slots * layers * rank, inputs]: the matrices A. `up` [outputs, slots * layers * rank]: the matrices B, zero
-    where a row is the output of another layer. `bias` [slots * layers * rank]: added to `x A^T`, always zero.
+    where row and column belong to different layers. `bias` [slots * layers * rank]: added to `x A^T`, always zero.
     """
 
     def __init__(
@@ -382,7 +382,7 @@ def _read_tensors(path: Path, places: Mapping[str, torch.Tensor], scale: float) 
     layers = {name.rpartition(".lora_")[0] for name in tensors}
     if not layers:
         raise LoraError("lora_path", f"{str(path)!r} has no tensors.")
-    for name in (of(layer) for layer in sorted(layers) for of in (down_name, up_name)):
+    for name in (matrix_name(layer) for layer in sorted(layers) for matrix_name in (down_name, up_name)):
         if name not in tensors:
             raise LoraError("lora_path", f"{name!r} is missing; both matrices of a layer are needed.")
     return tensors

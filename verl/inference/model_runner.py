@@ -24,8 +24,8 @@ __all__ = ["InputSender", "KVCache", "LaunchedStep", "ModelRunner", "StepInputs"
 
 # Elements of the prompt logits [rows, vocab] that are computed at a time, which limits their memory.
 _MAX_LOGIT_ELEMENTS = 2**25
-# Interval in seconds after which a running thread yields the GIL to a waiting one. The engine's thread waits for it
-# twice per step, and a step takes only a few milliseconds: Python's default of 5 ms would be too long.
+# Interval in seconds after which a running thread yields the GIL to a waiting one. The engine's thread waits for the
+# GIL twice per step, and a step takes only a few milliseconds: Python's default of 5 ms would be too long.
 _GIL_SWITCH_S = 1e-4
 # The host may be one step ahead of the device, so two buffers are in use at a time; the third is being filled.
 _NUM_BUFFERS = 3

@@ -54,9 +54,10 @@ class Sampler:
         banned: Sequence[tuple[int, int]],
         masks: TokenMasks | None = None,
     ) -> SampledRows:
-        """Sample one token per row of `logits` [rows, vocab]; row i belongs to slot slots[i], index[i] on the device.
+        """Sample one token per row of `logits` [rows, vocab]; row i belongs to slot slots[i].
 
-        `positions` [rows] int64: position of each new token in its sequence. `banned` and `masks` as in StepPlan.
+        `index` [rows] int64: `slots` on the device. `positions` [rows] int64: position of each new token in its
+        sequence. `banned` and `masks` as in StepPlan.
         """
         any_truncated = not self._truncated.isdisjoint(slots)
         processor = self._penalties.processor(slots, index, positions)
@@ -120,7 +121,8 @@ class _PenaltiesAndBiases:
         self._shape = (slots, max_model_len)
         self._device = device
         self._penalised: dict[int, int] = {}
-        """Number of tokens by slot, on the host: their maximum needs no device synchronisation."""
+        """Number of recorded tokens of each penalised slot. On the host, so that their maximum needs no device
+        synchronisation."""
         self._biases: dict[int, list[torch.Tensor]] = {}
         """By slot: token ids, and the values added to their logits."""
         self._tokens = torch.empty(0)
@@ -158,7 +160,7 @@ class _PenaltiesAndBiases:
     def processor(self, slots: Sequence[int], index: torch.Tensor, positions: torch.Tensor) -> LogitsProcessor | None:
         """The processor of these rows; None if none has penalties or biases.
 
-        `index`, `positions` [rows] on the device: slots, and the position of each new token.
+        `index`, `positions` [rows]: `slots`, and the position of each new token, on the device.
         """
         if not self._penalised and not self._biases:
             return None
@@ -276,7 +278,7 @@ def sample_tokens(
     """Sample one token per row of `logits` [rows, vocab].
 
     `positions` [rows]: position of the new token in its sequence (padding not counted). `banned`: (row, token).
-    `processor` changes the logits for sampling; of the returned log-probs, only `drawn` includes its changes.
+    `processor` changes the logits for sampling; of the returned log-probs, only `drawn_log_probs` include its changes.
     """
     rows, vocab = logits.shape
     size = max(1, BLOCK_ELEMENTS // vocab)

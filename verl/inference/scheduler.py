@@ -264,7 +264,7 @@ class Scheduler:
         Returns the sequences that sample, in the order of `sample_slots`.
         """
         chunks: list[_PrefillChunk] = []
-        # Chunks that complete a prompt, by group: sequences with the same tokens sample from their last position.
+        # Chunks that complete a prompt, by group: sequences with the same tokens sample from the chunk's last position.
         shared: dict[str, _PrefillChunk] = {}
         if self.prefilling is not None and budget > 0:
             budget -= self._plan_chunk(self.prefilling, budget, chunks, shared)
@@ -333,7 +333,7 @@ class Scheduler:
         return len(token_ids)
 
     def _sample_from(self, chunk: _PrefillChunk, sequence: Sequence) -> None:
-        """The step completes the sequence's prefill: it samples now and is decoded from the next step on."""
+        """Let a sequence whose prefill this step completes sample from the chunk's end; later steps decode it."""
         if self._returns_experts and not sequence.experts:
             chunk.prefill.context_experts = len(sequence.token_ids) - 1
         chunk.prefill.samples.append(sequence.slot)

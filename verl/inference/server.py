@@ -1,4 +1,5 @@
-"""`python -m verl.inference.server --model PATH`: the embedded engine behind the OpenAI API, for this machine only.
+"""`python -m verl.inference.server --model PATH`: the embedded engine behind the OpenAI API. Without `--host`, only
+this machine can connect.
 
 Clients: `openai.OpenAI(base_url="http://127.0.0.1:8001/v1", api_key="any")`, or curl. A sequence classifier, such as a
 reward model, is served as /v1/rewards and /classify. After SIGTERM or Ctrl-C, requests in flight get a grace period;

@@ -30,7 +30,8 @@ class Prefill:
     """Slots that sample from its last position: the sequence's own first, then those forked from it in this step.
     Empty if the chunk does not reach the sequence's end."""
     targets: list[int] = field(default_factory=list)
-    """Next tokens of its first positions, whose log-probs and `top` most likely alternatives are returned."""
+    """The prompt tokens that follow its first positions. Their log-probs are returned, and the `top` most likely tokens
+    at each of these positions."""
     top: int = 0
     context_experts: int = 0
     """Number of leading tokens of its sequence whose experts are returned; their KV may come from the prefix cache."""
@@ -42,11 +43,11 @@ class StepPlan:
 
     prefills: list[Prefill] = field(default_factory=list)
     decode_slots: list[int] = field(default_factory=list)
-    """Slots that decode: their last token, which is on the device, is fed."""
+    """Slots that decode: the input of each is its last sampled token, which is on the device."""
     decode_positions: list[int] = field(default_factory=list)
-    """Position of each of those tokens in its sequence."""
+    """Position of each of these input tokens in its sequence."""
     sample_slots: list[int] = field(default_factory=list)
-    """Rows that sample, in order: every prefill's `samples`, then the decodes."""
+    """Slots that sample, in order: every prefill's `samples`, then `decode_slots`. A row is an index into this list."""
     sample_positions: list[int] = field(default_factory=list)
     """Position of each sampled token in its sequence (padding not counted)."""
     new_params: list[tuple[int, SamplingParams]] = field(default_factory=list)
@@ -78,7 +79,7 @@ class StepDetails:
     top: list[TopLogProbs]
     """For each of the plan's `top_rows`."""
     prompts: list[tuple[list[float], list[TopLogProbs]]]
-    """For each prefill with `targets`: their log-probs, and the most likely tokens at their positions."""
+    """For each prefill with `targets`: the log-probs of the targets, and the most likely tokens at their positions."""
 
 
 @dataclass(slots=True)
@@ -86,9 +87,9 @@ class StepExperts:
     """Experts of a step's tokens, for a plan with `returns_experts`."""
 
     sampled: np.ndarray
-    """[samples, layers, k]: of the tokens whose hidden states were sampled from, in the order of `sample_slots`."""
+    """[samples, layers, k]: experts of the token at whose position each row samples, in the order of `sample_slots`."""
     contexts: list[np.ndarray]
-    """[context_experts, layers, k] for each prefill with `context_experts`."""
+    """For each prefill with `context_experts`, the experts of these tokens [context_experts, layers, k]."""
 
 
 class SampledRows(NamedTuple):
@@ -99,7 +100,7 @@ class SampledRows(NamedTuple):
     """Under the full distribution at the row's temperature, before penalties, truncation and bans, as training
     computes them."""
     raw_log_probs: torch.Tensor
-    """The same at temperature 1."""
+    """Under the full distribution at temperature 1."""
     drawn_log_probs: torch.Tensor
     """Under the distribution sampled from: after penalties, truncation and bans; 0 for a greedy row."""
 

@@ -98,7 +98,7 @@ class TensorParallel:
         return int(minimum)
 
     def exchange_error(self, error: Exception | None) -> Exception | None:
-        """Return the error of this rank, or else one that contains those of other ranks; None if no rank has failed.
+        """Return this rank's error; if only other ranks failed, an error with their messages; None if no rank failed.
         Every rank of the group must call this."""
         if self.size == 1:
             return error
@@ -205,7 +205,7 @@ class FollowerEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        """Execute the leader's messages until it closes. Runs in an own thread."""
+        """Execute the leader's messages until it closes. Runs in its own thread."""
         pending: deque[PendingStep] = deque()
         failure: BaseException | None = None
         while True:

@@ -48,10 +48,10 @@ def parser() -> argparse.ArgumentParser:
         default="merge",
         help="LoRA adapters: merge them into the weights, or write them alone in peft's format",
     )
-    option("--lora-alpha", type=float, help="if the checkpoint does not contain it")
+    option("--lora-alpha", type=float, help="lora_alpha of the adapters, if the checkpoint does not contain it")
     option(
         "--base-model",
-        help="folder or hub name of the base model: for weights under adapters, a missing config or tokenizer",
+        help="folder or hub name of the base model: to merge adapters into it, or if the checkpoint has no config.json",
     )
     option("--dtype", choices=DTYPES, default="auto", help="dtype of the files; auto: that of config.json")
     option("--tolerance", type=float, default=0.0, help="largest difference of values that a comparison accepts")

@@ -80,7 +80,7 @@ def _check_backend(options: MergeOptions, folder: Path, is_verl_format: bool, sh
         inside += sorted({path.parent.name for path in folder.glob("*/model_world_size_*.pt")})
         hint = f"Use one of its folders {', '.join(inside)}." if inside else "Use the folder of a role, e.g. .../actor."
         raise ValueError(
-            f"--local_dir: {folder} has neither model/{METADATA} (ours), nor model_world_size_W_rank_R.pt (FSDP), nor "
+            f"--local_dir: {folder} has neither model/{METADATA} (verl), nor model_world_size_W_rank_R.pt (FSDP), nor "
             f"{METADATA} and common.pt (Megatron-Core). {hint}"
         )
     other = {"fsdp": "megatron", "megatron": "fsdp"}[options.backend]
@@ -135,7 +135,7 @@ def _kind(config: Any, info: Mapping[str, Any], options: MergeOptions) -> ModelK
 
 
 def _check_files(folder: Path) -> None:
-    """Raise ValueError for all files that are missing or truncated by the manifest of the step."""
+    """Raise ValueError, which lists all files that are missing or truncated according to the step's manifest."""
     step = next((parent for parent in (folder, folder.parent) if (parent / MANIFEST).is_file()), None)
     if step is None:
         return
@@ -215,7 +215,7 @@ class StoredAdapters:
             "inference_mode": True,
         }
         if "lora_alpha" not in self.settings:
-            self.scale(next(iter(self.matrices)))
+            self.scale(next(iter(self.matrices)))  # raises ValueError
         return {**defaults, **self.settings, "base_model_name_or_path": base_model}
 
 

@@ -194,7 +194,7 @@ def _splits(
     for placement, num_shards, shard_index in zip(placements, mesh_shape, coordinate, strict=True):
         kind = placement.kind.rpartition(".")[2]
         if kind == "_StridedShard":
-            # Splits the shards of the later mesh dimensions.
+            # It splits the shards that the later mesh dimensions have created, so it is applied after them.
             strided.append((_dim(placement), num_shards, shard_index))
         elif kind == "Shard":
             yield _dim(placement), num_shards, shard_index

@@ -16,7 +16,9 @@ from verl.utils.torch_archive import TensorLocation, dimensions, read_archive
 from verl.workers.engine.common.hf_export import DTYPE_NAMES
 
 Box: TypeAlias = tuple[range, ...]
-_BLOCK = 4 * 2**20
+"""A part of a tensor: the range of indices in each dimension."""
+# Bytes that are read at once.
+_BLOCK_BYTES = 4 * 2**20
 
 
 class LazyTensor(Protocol):
@@ -46,7 +48,7 @@ def full_box(shape: Sequence[int]) -> Box:
 
 def rows_per_block(width: int, itemsize: int) -> int:
     """Return how many rows of `width` elements are read at once."""
-    return max(1, _BLOCK // max(1, width * itemsize))
+    return max(1, _BLOCK_BYTES // max(1, width * itemsize))
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,8 @@ class FileTensor:
         position, shape = self.position, self.shape
         if not shape:
             shape, box, target = (1,), (range(1),), target.view(1)
-        while len(box) > 1 and len(box[0]) == 1:  # one row: read its rows block by block instead
+        # A single entry of the first dimension is read block by block of its own rows.
+        while len(box) > 1 and len(box[0]) == 1:
             position += box[0].start * math.prod(shape[1:]) * self.dtype.itemsize
             shape, box, target = shape[1:], box[1:], target[0]
         width = math.prod(shape[1:])
@@ -105,7 +108,7 @@ class StridedTensor:
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A rectangle of a tensor at `at`, stored in `tensor` from `start` on."""
+    """The part of a tensor at offsets `at`, stored in `tensor` at offsets `start`."""
 
     at: tuple[int, ...]
     shape: tuple[int, ...]
@@ -240,7 +243,7 @@ def _lazy_tensor(location: TensorLocation) -> LazyTensor:
     return StridedTensor(span, location.shape, location.stride)
 
 
-_MAX_HEADER = 100_000_000  # of the format
+_MAX_HEADER = 100_000_000  # bytes, a limit of the safetensors format
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -300,17 +303,18 @@ def differences(
     tolerance: float,
     aliases: Mapping[str, str],
 ) -> list[str]:
-    """Return a line per difference. `like`: our final shapes and dtypes; `aliases`: our names of tied tensors."""
-    lines = [f"{name}: missing in the other" for name in ours if name not in theirs]
+    """Return a line per difference. `like`: shapes and dtypes of our tensors in files; `aliases`: our name by other
+    names of tied tensors."""
+    lines = [f"{name}: missing in --test_hf_dir" for name in ours if name not in theirs]
     for name, value in theirs.items():
         own = aliases.get(name, name)
         if own not in ours:
-            lines.append(f"{name}: only in the other")
+            lines.append(f"{name}: only in --test_hf_dir")
         elif tuple(like[own].shape) != tuple(value.shape):
-            lines.append(f"{name}: {list(like[own].shape)}, in the other {list(value.shape)}")
+            lines.append(f"{name}: {list(like[own].shape)}, in --test_hf_dir {list(value.shape)}")
         else:
             if like[own].dtype != value.dtype:
-                lines.append(f"{name}: {_dtype_name(like[own].dtype)}, in the other {_dtype_name(value.dtype)}")
+                lines.append(f"{name}: {_dtype_name(like[own].dtype)}, in --test_hf_dir {_dtype_name(value.dtype)}")
             difference = value_difference(ours[own], value, tolerance, like[own].dtype)
             lines += [f"{name}: {difference}"] if difference else []
     return lines

@@ -259,7 +259,7 @@ def expanded_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Attention of whole paths, of which the results of the nodes are kept."""
+    """Attention within whole paths. Only the results of each row's own node are returned: [T, heads, dim]."""
     rows = packing.expanded
     query, key, value = (part.index_select(0, rows.tokens) for part in (query, key, value))
     return grouped_attention(query, key, value, rows.packing, scale, window, softcap).index_select(0, rows.own)

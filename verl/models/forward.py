@@ -36,8 +36,8 @@ FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
     "value": ("values", "last_value"),
     "sequence_classification": ("scores",),
 }
-# Fields with one number per row; others have one per response token, or K: `other_log_probs` of the alternative tokens
-# in `labels`, `top_ids` and `top_log_probs` of the most likely tokens.
+# Fields with one number per row. Other fields have one number per response token, or K: `other_log_probs` (of the
+# alternative tokens in `labels`), `top_ids` and `top_log_probs` (of the most likely tokens).
 FIELDS_OF_ROWS = ("scores", "last_value")
 # Parts of the hidden size whose gradients are summed in float32 at a time.
 _GRADIENT_CHUNKS = 8
@@ -66,7 +66,8 @@ class ResponseModel(nn.Module):
         """Return the named `fields`, float32 `shape` [b, R] with 0 at padding; `scores` and `last_value` [b]; `top_ids`
         and `top_log_probs` [b, R, `top_k`], without gradients.
 
-        Two more for the checks of a model: `hidden` [tokens, H] and, of rows with padding, the scalar `head_gap`.
+        Two more fields are for checks of a model: `hidden` [tokens, H] and, only for rows with padding, the scalar
+        `head_gap`.
         """
         if "head_gap" in fields:
             return {"head_gap": self._head_gap(rows)}
@@ -172,7 +173,7 @@ def scatter_to_responses(values: torch.Tensor, rows: Rows, shape: tuple[int, int
 
 
 _CHECKED_ATTENTION = "verl_packed_check"
-# Rounding errors of half precision are a part of it.
+# Relative difference that rounding errors of half precision do not exceed.
 _MAX_LOGIT_DIFFERENCE = 0.02
 
 
@@ -218,7 +219,7 @@ class _RecordingPacking(Packing):
 
 
 def _unsupported(model: ResponseModel, hf: Any) -> str | None:
-    """Return why class or config of a model exclude packed attention, or None."""
+    """Return why the class or config of a model excludes packed attention, or None."""
     if hf.config.is_encoder_decoder or (model.kind == "sequence_classification" and not hasattr(hf, "score")):
         return "it has an encoder"
     if getattr(hf, "_is_stateful", False):

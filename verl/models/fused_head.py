@@ -43,7 +43,7 @@ def label_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of `labels` [N] at `hidden` [N, H] with the head `weight` [vocab, H], and entropies [N].
 
-    `labels` may be [N, K]: log-probs then are, too. Labels outside the vocabulary have log-prob -inf. Inputs are
+    With `labels` [N, K], the log-probs are [N, K], too. Labels outside the vocabulary have log-prob -inf. Inputs are
     multiplied in their dtype; logits and results are float32 (float64 for float64 inputs). `chunk_rows`: rows of a
     chunk. `adjust` is applied before `temperature`. `hidden`, `weight` and `bias` get gradients; second derivatives
     are not supported. With `vocab_group`, whose ranks divide the vocabulary, `weight` and `bias` are this rank's part

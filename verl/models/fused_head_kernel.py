@@ -47,7 +47,8 @@ def logit_gradients(
 ) -> None:
     """Write the gradient with respect to `logits` [rows, vocab] to `d_logits`, which may be the same tensor.
 
-    Both have the same stride, as above, up to which they may be read and written; the others are [rows] float32.
+    Both have the same row stride, a multiple of 16; elements between `vocab` and the stride may be read and written.
+    `labels` is [rows] int64, the other tensors are [rows] float32.
     """
     rows, vocab = logits.shape
     width = logits.stride(0)

@@ -37,7 +37,7 @@ def head_weights(model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def without_padded_rows(weight: torch.Tensor, start: int, vocab: int) -> torch.Tensor:
-    """Return the rows of `weight` without padding: it is a part of a head of `vocab` tokens, from token `start` on."""
+    """Return `weight`, the part of a head of `vocab` tokens from token `start` on, without its padded rows."""
     rows = max(0, vocab - start)
     return weight if rows >= len(weight) else weight[:rows]  # a slice would copy the gradient
 
@@ -45,11 +45,11 @@ def without_padded_rows(weight: torch.Tensor, start: int, vocab: int) -> torch.T
 def logit_head(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return the function from hidden states [N, H] to float32 logits [N, vocab] of the causal LM `model`."""
     weight, bias = head_weights(model)
-    adjusted = logit_adjustment(model.config)
+    adjust = logit_adjustment(model.config)
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         values = nn.functional.linear(hidden, weight, bias).float()
-        return values if adjusted is None else adjusted(values)
+        return values if adjust is None else adjust(values)
 
     return logits
 

@@ -168,7 +168,8 @@ class CoreWeight:
     shape: tuple[int, ...]
     """Unsharded shape, without padding of the vocabulary."""
     join: Join = "plain"
-    """How several tensors are fused: rows of queries, keys and values by query group; of gate and up by rank."""
+    """Order of the rows. `qkv`: for each query group its queries, key and value. `gate_up`: for each rank its part of
+    gate, then of up. `plain`: that of the Hugging Face tensor. `vocab`: the same, with padding at the end."""
     split: int | None = None
     """The dimension divided over tensor-parallel ranks (for experts: expert-tensor-parallel ranks)."""
     stage: Stage = "first"
@@ -180,7 +181,7 @@ class CoreWeight:
     """Name of the tied weight that this is a copy of."""
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
-        """Return the shape of the shard of each of `size` ranks."""
+        """Return the shape of one shard if `size` ranks divide the weight."""
         if self.split is None:
             return self.shape
         total = padded_vocab(self.shape[0], size) if self.join == "vocab" else self.shape[self.split]

@@ -72,7 +72,7 @@ class Packing:
 
     @property
     def seqlens(self) -> Seqlens:
-        """For attention within each sequence."""
+        """Arguments of a kernel for attention within each sequence."""
         return self.cu_seqlens, self.cu_seqlens, self.max_length, self.max_length
 
     def with_starts(self, cu_seqlens: torch.Tensor) -> Packing:
@@ -120,11 +120,12 @@ class TokenRows:
     rows: torch.Tensor
     """[N] row of each attended response token."""
     columns: torch.Tensor
-    """[N] its column in `responses`."""
+    """[N] column of the response token in `responses`."""
     before: torch.Tensor
-    """[N] index in the flattened `input_ids` of the token before it, whose hidden state predicts it."""
+    """[N] index in the flattened `input_ids` of the token before the response token: its hidden state predicts the
+    response token."""
     labels: torch.Tensor
-    """[N] its id; or [N, 1 + K] with the ids of alternative tokens."""
+    """[N] id of the response token; or [N, 1 + K] with the ids of K alternative tokens after it."""
     last: torch.Tensor
     """[b] index of each row's last token in the flattened `input_ids`."""
 
@@ -269,7 +270,7 @@ class SequenceParallelRows(PackedRows):
     """
 
     row_places: torch.Tensor
-    """[b] place of each row among the rows of the group, ordered by their last tokens."""
+    """[b] index of each row in the order of the rows' last tokens, in which `gather` returns their values."""
     responses_per_rank: tuple[int, ...]
     rows_per_rank: tuple[int, ...]
 

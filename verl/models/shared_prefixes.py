@@ -146,7 +146,7 @@ class TreeParts(NamedTuple):
     prefix_keys: Any
     """[m]: indices of the shared tokens of each group. Used by `merge`."""
     node_starts: Any
-    """[nodes + 1]: index of the first computed token of each node; the last entry is their number."""
+    """[nodes + 1]: index of the first computed token of each node; the last entry is the number of computed tokens."""
     path_starts: Any
     """[nodes + 1]: start of each path in `path_keys`."""
     prefix_query_starts: Any
@@ -164,17 +164,17 @@ class TreeParts(NamedTuple):
 
     @property
     def node_seqlens(self) -> Seqlens:
-        """For attention within each node."""
+        """Arguments of a kernel for attention within each node."""
         return self.node_starts, self.node_starts, self.longest_node, self.longest_node
 
     @property
     def path_seqlens(self) -> Seqlens:
-        """For attention of nodes (queries) to their paths (keys)."""
+        """Arguments of a kernel for attention of nodes (queries) to their paths (keys)."""
         return self.node_starts, self.path_starts, self.longest_node, self.longest_path
 
     @property
     def prefix_seqlens(self) -> Seqlens:
-        """For attention of the nodes of a group to their shared tokens."""
+        """Arguments of a kernel for attention of the nodes of a group (queries) to their shared tokens (keys)."""
         return self.prefix_query_starts, self.prefix_key_starts, self.most_queries, self.longest_prefix
 
 
@@ -339,7 +339,7 @@ def share_prefixes(
     packing = TreePacking(tree, token_index, attention)
     index = torch.from_numpy(token_index)
     owners = torch.empty(tree.total, dtype=torch.long)
-    owners[index] = torch.arange(len(index))  # of the rows that share a token, any one
+    owners[index] = torch.arange(len(index))  # any of the packed tokens that share a computed token
     return replace(
         rows,
         input_ids=rows.input_ids[:, owners],

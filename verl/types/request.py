@@ -1,6 +1,6 @@
 """Request and Output of an inference engine, in token ids; partial outputs; experts of the tokens; errors of engines.
 
-Plain data. Imports neither torch nor numpy (functions on experts import it), because the scheduler must not need them.
+Plain data. Imports neither torch nor numpy (functions on experts import numpy): the scheduler must not need them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SamplingParams:
     """Parameters of the sampling of one response, and of its end."""
 
     key: int = 0
-    """Noise key of this sample (`counter_noise.sample_keys`)."""
+    """Noise key of this sample (`counter_noise.sample_key`)."""
     temperature: float = 1.0
     """0: greedy; log-probs are then reported at temperature 1."""
     top_k: int = -1
@@ -89,7 +89,7 @@ class SamplingParams:
         _require(-1 <= self.top_k < _INT64, "top_k", self.top_k, "-1 (all), or the number of tokens to sample from")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "between 0 and 1")
         least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
-        allowed = f"{least:g} to {most:g}; 1 is none"
+        allowed = f"{least:g} to {most:g}; 1: no penalty"
         _require(least <= self.repetition_penalty <= most, "repetition_penalty", self.repetition_penalty, allowed)
         changes = [("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)]
         changes += [(f"logit_bias of token {token}", bias) for token, bias in self.logit_bias]
@@ -315,7 +315,7 @@ def join_outputs(parts: Sequence[Output], prompt_length: int | None = None) -> O
 
 
 def _joined_experts(parts: Sequence[Output], prompt_length: int | None) -> np.ndarray | None:
-    """[tokens, layers, k]; None if no part has any."""
+    """Join the experts of the parts: [tokens, layers, k]; None if no part has any."""
     import numpy as np
 
     pieces: list[np.ndarray] = []
@@ -383,4 +383,4 @@ class EngineBrokenError(RuntimeError):
 
 
 class EngineLostError(RuntimeError):
-    """A replica was lost, or generation has ended: it cannot finish this request."""
+    """The replica of this request was lost, or generation has ended: the request cannot be finished."""

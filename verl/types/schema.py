@@ -46,7 +46,7 @@ class Column:
     dtype: str
     filler: float | None
     """Padding value; None for token ids (the tokenizer's pad token) and for columns without padding."""
-    made_by: str
+    producer: str
     read_by: tuple[Call, ...]
     meaning: str
 
@@ -144,7 +144,7 @@ _TABLE = (
 )  # fmt: skip
 
 COLUMNS: Mapping[str, Column] = {column.name: column for column in _TABLE}
-RESERVED = frozenset(column.name for column in _TABLE if column.made_by != _DATA)
+RESERVED = frozenset(column.name for column in _TABLE if column.producer != _DATA)
 """Names that a column of the data must not have in a batch."""
 
 
@@ -228,7 +228,14 @@ def render() -> str:
     for column in _TABLE:
         padded = column.axis in (PROMPT, RESPONSE, SEQUENCE)
         padding = ("pad token" if column.filler is None else f"{column.filler:g}") if padded else ""
-        cells = (_SHAPES[column.axis], column.dtype, padding, column.made_by, ", ".join(column.read_by), column.meaning)
+        cells = (
+            _SHAPES[column.axis],
+            column.dtype,
+            padding,
+            column.producer,
+            ", ".join(column.read_by),
+            column.meaning,
+        )
         lines.append(f"| `{column.name}` | {' | '.join(cells)} |\n")
     aliases = [f"| `{a.name}` | {' or '.join(f'`{c}`' for c in a.columns)} | {a.meaning} |\n" for a in _ALIASES]
     return _PAGE + "".join(lines) + _ALIAS_PAGE + "".join(aliases)

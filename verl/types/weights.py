@@ -78,5 +78,5 @@ def overlap(one: range, other: range) -> range:
 
 
 def distinct_requests(requested: Sequence[RequestedRows] | None) -> list[RequestedRows]:
-    """Return the requests of all ranks without duplicates; equal requests are the same object."""
+    """Return the requests of all ranks without duplicates. Ranks with equal requests share one object."""
     return list({id(request): request for request in requested or ()}.values())

@@ -1,4 +1,7 @@
-"""Modules without dependencies on the rest of verl, except its configuration. Names here are imported on first use."""
+"""Modules that depend on no other package of verl, except `verl.config` and `verl.types`, and some alias modules.
+
+The names of this package are imported on first use.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 `karmarkar_karp` is the k-way largest differencing method (Karmarkar & Karp 1982), and with `equal_size` its balanced
 form (Michiels, Korst, Aarts, van Leeuwen 2003): a heap of partial solutions, each k sums; the two with the largest
 spread are merged largest-onto-smallest until one is left. The textbook version carries k sets through every merge,
-O(n k); here a partial solution holds only its non-empty sums, and a set is a linked list joined in O(1), so a merge
-costs the smaller side, and 100,000 lengths take about a second for any k.
+O(n k); here a partial solution holds only its non-empty sums, and a set is a linked list joined in O(1). The cost of a
+merge is thus proportional to the smaller side, and 100,000 lengths take about a second for any k.
 
 Guarantees: every index exactly once, no rank empty, deterministic, sums independent of the order of the rows, heaviest
 minus lightest at most the longest length, and without `equal_size` heaviest at most (4/3 - 1/(3k)) times the optimum.
@@ -56,8 +56,9 @@ def get_seqlen_balanced_partitions(
 ) -> list[list[int]]:
     """The partition to use for ranks: the better of differencing and greedy, then swaps that lower the heaviest rank.
 
-    `karmarkar_karp` is best on most batches. Where sizes must be equal and a few lengths are far above the rest,
-    longest-first greedy is, which puts the shortest rows beside them. Swaps take away most of what either leaves.
+    `karmarkar_karp` is best on most batches. If sizes must be equal and a few lengths are far above the rest,
+    longest-first greedy is better: it combines them with the shortest rows. Swaps remove most of the remaining
+    imbalance.
     """
     partitions = karmarkar_karp(seqlen_list, k_partitions, equal_size)
     lengths = _as_list(seqlen_list)
@@ -119,15 +120,15 @@ class SequenceCost:
     """
 
     token: float
-    """Of the layers, per token."""
+    """Operations of the layers per token."""
     head: float
-    """Of the output layer, per token with a log-prob."""
+    """Operations of the output layer per token with a log-prob."""
     pair: float
-    """Of attention, per pair of tokens; half of the pairs are masked in a causal model."""
+    """Operations of attention per pair of tokens, averaged over all pairs: a causal model masks half of them."""
 
     @classmethod
     def from_config(cls, fields: Mapping[str, Any]) -> SequenceCost:
-        """From a Hugging Face `config.json`; `COST_PER_TOKEN` if the shape is not under the usual names."""
+        """Return the cost for a Hugging Face `config.json`; `COST_PER_TOKEN` if a usual one is missing."""
         shape = fields.get("text_config") or fields
         if any(not isinstance(shape.get(name), int) for name in _SHAPE_FIELDS):
             return COST_PER_TOKEN
@@ -142,7 +143,10 @@ class SequenceCost:
 
     @classmethod
     def from_folder(cls, folder: str | Path, overrides: Mapping[str, Any] | None = None) -> SequenceCost:
-        """Of the model in a local folder, with `overrides` of its configuration; `COST_PER_TOKEN` for other paths."""
+        """Return the cost for the model in a local folder, with `overrides` of its `config.json`.
+
+        `COST_PER_TOKEN` if the folder has no such file.
+        """
         file = Path(folder) / "config.json"
         if not file.is_file():
             return COST_PER_TOKEN
@@ -179,7 +183,7 @@ class _LinkedSets:
 
 def _difference_until_one(states: list[_Sums], k: int, sets: _LinkedSets) -> _Sums:
     """Merge the two partial solutions of largest spread until one remains."""
-    # The given states wait in sorted order and only merged ones enter the heap, which so stays small (about n / k).
+    # The given states wait in sorted order; only merged ones enter the heap, which therefore stays small (about n / k).
     waiting = sorted(((-_spread(state, k), age, state) for age, state in enumerate(states)), reverse=True)
     merged: list[tuple[float, int, _Sums]] = []
     for age in range(len(states), 2 * len(states) - 1):
@@ -193,12 +197,12 @@ def _difference_until_one(states: list[_Sums], k: int, sets: _LinkedSets) -> _Su
 
 
 def _spread(state: _Sums, k: int) -> float:
-    """Largest minus smallest of the k sums; sets not opened yet count as 0."""
+    """Largest minus smallest of the k sums; empty sets count as 0."""
     return state[-1][0] - state[0][0] if len(state) == k else state[-1][0]
 
 
 def _merge(a: _Sums, b: _Sums, k: int, sets: _LinkedSets) -> _Sums:
-    """Largest sums of one side onto the smallest (or unopened) of the other; both arguments are used up."""
+    """Add the largest sums of one side to the smallest (or empty) sets of the other. Changes both arguments."""
     if len(a) < len(b):
         a, b = b, a
     if len(b) == 1:  # by far the most frequent merge: one length joins a partial solution
@@ -215,7 +219,7 @@ def _merge(a: _Sums, b: _Sums, k: int, sets: _LinkedSets) -> _Sums:
     ]
     del a[:shared]
     joined += b[shared:]
-    # A few additions to a long sorted list are insertions; otherwise one sort of two runs.
+    # Insert few entries into a long sorted list one by one; otherwise concatenate and sort the two sorted lists.
     if len(joined) * 8 < len(a):
         for entry in joined:
             insort(a, entry)

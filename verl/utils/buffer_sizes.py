@@ -11,8 +11,9 @@ from typing import Any
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 PORTION = 1 << 25
 """Number of elements whose bfloat16 moments are expanded to float32 at a time; a larger tensor is expanded alone."""
-# Keys of all rows per computed token up to which attention copies the keys of each row. On an H200 copies are faster
-# than a second kernel up to 4 keys and as fast at 6 (benchmarks/prefix_attention.py).
+# Attention over shared prefixes copies the keys of each row, if the rows together have at most this many keys per
+# computed token; otherwise it uses a second kernel. On an H200 copies are faster up to 4 keys per token and as fast at
+# 6 (benchmarks/prefix_attention.py).
 MAX_GATHERED_KEYS = 5.0
 # Sizes of CUDA graphs; a step is padded to the next one. Above the last, launch overhead does not matter. Each size in
 # use costs a capture: finer ones save no time, because matmuls compute rows in tiles of 64 or 128.
@@ -35,9 +36,10 @@ def chunk_bytes(rows: int, vocab: int, element_size: int, device_type: str) -> i
 
 
 def working_bytes(elements: int, largest: int) -> int:
-    """Return the temporary memory of a step with bfloat16 moments of `elements` elements; `largest`: of one tensor.
+    """Return the temporary memory of a step with bfloat16 moments of `elements` elements.
 
-    It consists of both moments of a portion in float32, and a random number for each to round it.
+    `largest`: elements of the largest tensor. The memory consists of both moments of a portion in float32, and a random
+    number for each to round it.
     """
     return 16 * min(elements, max(largest, PORTION))
 
@@ -83,7 +85,7 @@ def step_bytes(tokens: int, hidden: int, intermediate: int, itemsize: int) -> in
 
 
 def inner_size(text: Any) -> int:
-    """Width of a token's MLP activations, given the config of a language model; with experts, of those it uses."""
+    """Width of a token's MLP activations in a language model of this config; with experts, of all that a token uses."""
     inner = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size
     if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
         inner = (getattr(text, "moe_intermediate_size", None) or inner) * (text.num_experts_per_tok or 1)

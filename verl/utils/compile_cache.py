@@ -41,11 +41,11 @@ locks: dict[str, IO[bytes]] = {}
 
 
 def open_compile_cache(max_bytes: int = MAX_BYTES) -> Path | None:
-    """Make Inductor and Triton use the folder, unless the user has set theirs; return it.
+    """Make Inductor and Triton use the folder, except where the user has set another one; return the folder.
 
-    Without a folder that can be used, log the reason and return None: the caches then have their default places. To be
-    called before anything is compiled; repeated calls have no effect. Safe for concurrent processes: the folder is
-    checked and cleared only while no other process uses it.
+    Returns None if the user has set both, or if the folder cannot be used: the reason is then logged, and the caches
+    have their default places. To be called before anything is compiled; repeated calls have no effect. Safe for
+    concurrent processes: the folder is checked and cleared only while no other process uses it.
     """
     variables = {name: folder for name, folder in _VARIABLES.items() if not _is_set(name)}
     if not variables:
@@ -81,7 +81,7 @@ def _torch_default() -> str:
 
 
 def _versions() -> str:
-    """Return the name of the folder: what determines whether compiled code of another process can be used."""
+    """Return the name of the folder: a hash of all versions on which the usability of compiled code depends."""
     packages = [f"{name} {_version_of(name)}" for name in ("torch", "triton")]
     text = " ".join([platform.python_version(), platform.machine(), platform.libc_ver()[1], *packages])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -170,10 +170,10 @@ def _digest(path: Path) -> str:
 
 
 def _remove_other_versions(root: Path, current: str, max_bytes: int) -> None:
-    """Remove other folders that no process uses, least recently used first, until all have at most `max_bytes`."""
-    locks = sorted(root.glob("*.lock"), key=lambda path: path.stat().st_mtime)
-    sizes = {path.stem: _size(root / path.stem) for path in locks}
-    for path in locks:
+    """Remove other folders that no process uses, least recently used first, until the total is at most `max_bytes`."""
+    lock_paths = sorted(root.glob("*.lock"), key=lambda path: path.stat().st_mtime)
+    sizes = {path.stem: _size(root / path.stem) for path in lock_paths}
+    for path in lock_paths:
         if sum(sizes.values()) <= max_bytes:
             return
         if path.stem == current:

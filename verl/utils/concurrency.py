@@ -179,9 +179,9 @@ class _ThreadCount:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.count = 0
-        """Currently."""
+        """Current number of these threads."""
         self.total = 0
-        """Since the start of the process."""
+        """Number of these threads since the start of the process."""
 
     def add(self, number: int) -> None:
         with self._lock:
@@ -206,7 +206,7 @@ async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs:
         )
         return await result if inspect.isawaitable(result) else result
     except SystemExit as error:
-        raise RuntimeError(f"it called sys.exit({error.code})") from error
+        raise RuntimeError(f"the function called sys.exit({error.code})") from error
 
 
 async def wait_with_timeout(seconds: float, work: Awaitable[T]) -> T:
@@ -221,7 +221,7 @@ async def wait_with_timeout(seconds: float, work: Awaitable[T]) -> T:
         _abandon(task)
         raise TimeoutError(f"no answer after {seconds:g} s")
     if task.cancelled():
-        raise RuntimeError("it cancelled itself")
+        raise RuntimeError("the coroutine cancelled itself")
     return task.result()
 
 
@@ -260,7 +260,7 @@ async def _call_in_thread(function: Callable[[], Any]) -> Any:
             result = context.run(function)
         except BaseException as raised:  # noqa: BLE001 - raised in the caller
             # StopIteration cannot be an asyncio future's exception.
-            error = RuntimeError(f"it raised {raised!r}") if isinstance(raised, StopIteration) else raised
+            error = RuntimeError(f"the function raised {raised!r}") if isinstance(raised, StopIteration) else raised
         with lock:
             abandoned, state = state == "abandoned", "done"
         if abandoned:

@@ -74,8 +74,8 @@ def step_line(metrics: Mapping[str, Any], step: int, eta: float | None = None, n
 def validation_scores(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the main score of each data source of a validation by its name on the console.
 
-    The score is the accuracy; without one, the mean that `val-core` has. `val_accuracy(SOURCE)`, without the source if
-    there is only one.
+    The score is the accuracy; without one, the mean that `val-core` has. Its name is `val_accuracy(SOURCE)` or
+    `val_score(SOURCE)`, without the source if there is only one.
     """
     scores: dict[str, tuple[str, float]] = {}
     for name, pattern in (("val_accuracy", _ACCURACY), ("val_score", _CORE)):
@@ -244,7 +244,7 @@ class StatusLine:
 
 
 class _StreamAbove:
-    """A standard stream that writes above a status line; everything else is the stream's own."""
+    """A standard stream that writes above a status line; all other attributes are those of the stream."""
 
     def __init__(self, line: StatusLine, stream: Any) -> None:
         self._line, self._stream = line, stream
@@ -285,7 +285,7 @@ _enabled = False
 # Shorter phases are not logged.
 SHORTEST_S = 0.1
 _REDRAW_S = 0.5
-# Together: no silence of more than ten seconds.
+# Interval of checks and interval of log lines: at most their sum, ten seconds, passes between two lines.
 POLL_S, LOG_INTERVAL_S = 2.0, 8.0
 
 

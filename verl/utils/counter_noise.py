@@ -10,15 +10,15 @@ import hashlib
 
 import torch
 
-__all__ = ["GOLDEN_64", "engine_seed", "gumbel_noise", "mix_64", "sample_keys"]
+__all__ = ["GOLDEN_64", "engine_seed", "gumbel_noise", "mix_64", "sample_key"]
 
 # 2^64 / golden ratio: maps neighbouring positions far apart before they are mixed.
 GOLDEN_64 = 0x9E3779B97F4A7C15 - 2**64
 _GOLDEN_32 = 0x9E3779B1 - 2**32
 
 
-def sample_keys(seed: int, step: int, uid: str, sample_index: int) -> int:
-    """Return the signed 64-bit key of one sample: of run seed, training step, prompt and sample index."""
+def sample_key(seed: int, step: int, uid: str, sample_index: int) -> int:
+    """Return the signed 64-bit key of one sample, a hash of run seed, training step, prompt id and sample index."""
     identity = f"{int(seed)}/{int(step)}/{int(sample_index)}/{uid}".encode()
     return int.from_bytes(hashlib.blake2b(identity, digest_size=8).digest(), "little", signed=True)
 

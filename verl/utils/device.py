@@ -182,7 +182,7 @@ class CaptureGate:
 
 
 capture_gate = CaptureGate()
-"""The gate of this process: calls on the compute lane are its work."""
+"""The gate of this process. Calls on the compute lane of a worker run in its `work()`."""
 
 
 def __getattr__(name: str) -> Any:

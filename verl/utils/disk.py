@@ -165,11 +165,15 @@ class JsonLines:
         if not self._path.is_file():
             return
         lines = self._path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (step := _step_of(line)) is not None and step < first_step]
-        if len(kept) < len(lines):
+        kept: list[bytes] = []
+        superseded: list[bytes] = []
+        for line in lines:
+            step = _step_of(line)
+            (superseded if step is None or step >= first_step else kept).append(line)
+        if superseded:
             old = self._path.with_name(f"{self._path.stem}.superseded{self._path.suffix}")
             with old.open("ab") as file:
-                file.writelines(line.rstrip(b"\n") + b"\n" for line in lines if line not in kept)
+                file.writelines(line.rstrip(b"\n") + b"\n" for line in superseded)
             self._rewrite(kept)
 
     def merge_into_last(self, record: Mapping[str, Any]) -> bool:

@@ -1,10 +1,10 @@
 """Token ids that end a response: the single definition for engines, agent loops, the gateway, SFT and reward models.
 
-The way to the engine: `find_end_tokens` determines the ids. `response_end_tokens` (`workers/rollout/prompts.py`) puts
+From here to the engine: `find_end_tokens` determines the ids. `response_end_tokens` (`workers/rollout/prompts.py`) puts
 them into `meta_info["eos_token_id"]` of a generation, and `sampling_params` (same file) into
 `SamplingParams.eos_token_ids`. Every engine ends a response at `SamplingParams.end_token_ids`: these and
 `stop_token_ids` (`ignore_eos`: only `stop_token_ids`). Requests without `eos_token_id` use the engine's
-`default_end_tokens` (`inference/build.py`), requests of agents the loop worker's (`agent/worker.py`).
+`default_end_tokens` (`inference/build.py`), requests of agents use those of the loop worker (`agent/worker.py`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from typing import Any
 
-# A field in a message: a word with an underscore, with a value, or at the beginning. Quoted words are data.
+# A field name in a message: a word with an underscore, a word before `=`, or a word before `.` or `:` at the beginning
+# of the message. Quoted words are data.
 _FIELD = re.compile(r"(?<![\w.'-])(?:[a-z]+(?:_[a-z]+)+(?!\w)|[a-z]+(?==)|(?:^[a-z_]+)(?=[.:]))")
 
 
@@ -60,7 +61,8 @@ def rename_fields(message: str, names: Collection[str], rename: Callable[[str], 
 def fields_as_keys(prefix: str, config: Any) -> Iterator[None]:
     """Replace fields of `config` (a dataclass) by their full keys in the messages of errors raised inside.
 
-    Code below the roles names the field (`max_model_len`), not the key (`actor_rollout_ref.rollout.max_model_len`).
+    Code that receives only `config` names the field (`max_model_len`) in its errors, because it does not know the key
+    (`actor_rollout_ref.rollout.max_model_len`).
     """
     try:
         yield

@@ -1,7 +1,8 @@
 """Fetch models, datasets and files from URLs and the Hugging Face hub to local disk, once per node.
 
 Processes of a node share one copy: the first one fetches it under a file lock to a temporary name and renames it when
-it is complete. `find_hub_problems` checks beforehand, with one short request, what can be obtained from the hub.
+it is complete. `find_hub_problems` checks beforehand, with one short request each, which repositories can be obtained
+from the hub.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ def download_from_hub(repo: HubRepo, revision: str | None, cache_dir: str | os.P
 
 
 def _copy_to_shared_memory(source: Path) -> str:
-    """Copy to memory-backed storage; returns the source itself if that is missing or too small. Stays until reboot."""
+    """Copy to shared memory, where the copy stays until a reboot; return the source itself if it does not fit."""
     files = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
     stats = [(str(path.relative_to(source)), path.stat()) for path in files]
     needed = sum(stat.st_size for _, stat in stats)

@@ -32,9 +32,9 @@ if TYPE_CHECKING:  # importing verl.config takes longer than all else that a sco
 
 _PACKAGE_PREFIX = "pkg://"
 _MODULE_PREFIX = "verl_user_"
-# Without it, a second thread would find a module that the first one is still executing.
+# Without this lock, a second thread would find a module that the first one is still executing.
 _LOADING = threading.RLock()
-# By module name.
+# Loaded user files by module name.
 _LOADED: dict[str, UserCode] = {}
 _CLASS_REMEDY = "Write pkg.module.Class, or file.py:Class"
 
@@ -245,7 +245,7 @@ class ClassEntry:
     path: ImportPath
     config: dict[str, Any]
     options: dict[str, Any]
-    """Its other keys."""
+    """Values of its other keys."""
 
     def load(self, base: type, report: Report) -> type[Any] | None:
         """Return the class; None, with a problem in the report, if it is no subclass of `base`."""

@@ -25,8 +25,8 @@ HIDDEN_WARNINGS: tuple[tuple[type[Warning], str], ...] = (
     (UserWarning, "mkldnn_matmul failed"),
 )
 
-# Environment variables that are set for console=line, unless the user has set them: bars and load reports would
-# interrupt the lines.
+# Environment variables that are set for console=line, unless the user has set them: progress bars and load
+# reports would interrupt the lines.
 _QUIET_LIBRARIES = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 

@@ -34,8 +34,10 @@ def create_random_mask(
 
     if not 0 <= min_ratio_of_valid_token <= max_ratio_of_valid_token <= 1 or not 0 <= max_ratio_of_left_padding <= 1:
         raise ValueError(
-            "create_random_mask: ratios are from 0 to 1, and the minimum of valid tokens is at most the maximum; got"
-            f" {min_ratio_of_valid_token}, {max_ratio_of_valid_token} and {max_ratio_of_left_padding} of left padding."
+            f"create_random_mask: min_ratio_of_valid_token={min_ratio_of_valid_token},"
+            f" max_ratio_of_valid_token={max_ratio_of_valid_token},"
+            f" max_ratio_of_left_padding={max_ratio_of_left_padding}. Ratios must be from 0 to 1, and the minimum must"
+            " not exceed the maximum."
         )
     rows, length = input_ids.shape
     min_valid = max(1, round(min_ratio_of_valid_token * length))

@@ -158,7 +158,7 @@ def _write(content: Any, target: Path) -> None:
 
 
 class _Encoder:
-    """The plain form of nested values, and their bytes."""
+    """Converts nested values to their plain form, and collects the bytes of arrays and bytes objects."""
 
     def __init__(self) -> None:
         self._pieces: list[np.ndarray] = []

@@ -127,7 +127,8 @@ def describe_exit(code: int | None) -> str:
     if code is None or code >= 0:
         return "has ended" if code is None else f"ended with exit code {code}"
     hint = " (the machine ran out of memory?)" if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{hint}"
+    names = {number.value: number.name for number in signal.Signals}  # without most of the real-time signals
+    return f"was killed by {names.get(-code, f'signal {-code}')}{hint}"
 
 
 def watch_child_processes(on_end: Callable[[str], None]) -> None:
@@ -135,7 +136,7 @@ def watch_child_processes(on_end: Callable[[str], None]) -> None:
 
     Runs in its own thread. The code that started the children can still wait for them.
     """
-    import multiprocessing.connection  # here: its exit function would slow down every program of the sandbox
+    import multiprocessing.connection  # not above: its exit function would slow down every program of the sandbox
 
     workers = multiprocessing.active_children()
 

@@ -1,8 +1,8 @@
 """What this process is doing, for status displays, hang detection and recordings. All functions are thread-safe.
 
-- Progress of a call: the caller wraps it into `record_progress(progress)`; loops inside call `expect(rows)` and
-  `tick(rows)` without any parameter passing. Outside of a recorded call both do nothing. Work without units (a file
-  being written) calls `pulse()`, which shows hang detection that the process makes progress.
+- Progress of a call: the caller wraps the call into `record_progress(progress)`, and the loops in it use
+  `expect(rows)` and `tick(rows)`, which need no reference to `progress`. Outside of a recorded call both do nothing.
+  Work without units (a file being written) calls `pulse()`, which shows hang detection that the process makes progress.
 - Spans: when this process computed and when its engine generated, kept until the recording of the run collects them.
 - Liveness: long operations, background work, and the other processes that this one waits for.
 """
@@ -59,7 +59,7 @@ def pulsing(seconds: float) -> Iterator[None]:
 class Progress:
     """Finished and expected units of work (samples) of one rank.
 
-    `share` is the part of its units that the whole group counts: below 1 if some rows only fill up the rank, 0 on a
+    `share` is the part of its units that the whole group counts: below 1 if some of its rows are padding, 0 on a
     rank that processes the same rows as another one.
     """
 
@@ -132,7 +132,7 @@ def count_futures(futures: Iterable[Future[T]], total: int) -> list[Future[T]]:
 
 GENERATING = "generating"
 """Name of the spans in which an engine has requests."""
-# Spans of a process that nothing collects are overwritten.
+# Maximum number of spans that are kept: if nothing collects them, the oldest are dropped.
 MAX_SPANS = 2000
 # A longer busy span is reported in parts, so that a live view shows it.
 MAX_BUSY_S = 20.0

@@ -147,7 +147,7 @@ def mask_secrets(value: Any) -> Any:
             for key, item in value.items()
         }
     if isinstance(value, str):
-        return _SECRET_OF_URL.sub(lambda found: f"{found['before'] or found['parameter']}{MASK}", value)
+        return _SECRET_OF_URL.sub(lambda match: f"{match['before'] or match['parameter']}{MASK}", value)
     return [mask_secrets(item) for item in value] if isinstance(value, list | tuple) else value
 
 

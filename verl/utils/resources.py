@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-# Bounded: a load average may include processes that wait for a disk.
+# Upper limit of `load_factor`: a load average may include processes that wait for a disk.
 _MAX_LOAD_FACTOR = 10.0
-# The first call of a method loads modules, compiles and captures graphs; the second one finds a warm process.
+# Calls of a method until the process is warm: the first one loads modules, compiles and captures graphs.
 _WARM_CALLS = 2
 _M_ARENA_MAX = -8  # of malloc.h
 
@@ -41,7 +41,7 @@ def split_cores(ranks: int) -> str:
 
 
 def load_factor() -> float:
-    """Return the runnable processes per usable core, averaged over a minute, from 1 to 10: a factor for time limits."""
+    """Return the runnable processes per usable core (average of a minute, limited to 1 … 10), to scale time limits."""
     if not hasattr(os, "getloadavg"):
         return 1.0
     return min(_MAX_LOAD_FACTOR, max(1.0, os.getloadavg()[0] / usable_cores()))
@@ -67,7 +67,7 @@ def freeze_gc() -> None:
 
 
 class WarmupGcFreeze:
-    """Freezes the garbage collector after the second call of each method of a worker."""
+    """Calls `freeze_gc` after the second call of each method of a worker."""
 
     def __init__(self) -> None:
         self._calls: Counter[str] = Counter()

@@ -45,7 +45,7 @@ class Record(metaclass=_FrozenType):
     """Its state, if that is not a dict of fields."""
 
     def __new__(cls, *args: Any, **fields: Any) -> Record:
-        # Copies of arguments that the memo repeats would take memory without limit.
+        # A pickle can repeat arguments by memo references: their copies could take any amount of memory.
         if len(args) + len(fields) > _MAX_ARGUMENTS:
             raise pickle.UnpicklingError(f"{cls.kind} has {len(args) + len(fields)} arguments")
         record = object.__new__(cls)
@@ -194,21 +194,23 @@ _GLOBAL, _MARK, _STOP, _MEMOIZE = (_NAMES[name] for name in ("GLOBAL", "MARK", "
 _PUTS = (_MEMOIZE, _NAMES["BINPUT"], _NAMES["LONG_BINPUT"])
 _GETS = (_NAMES["BINGET"], _NAMES["LONG_BINGET"])
 _TUPLES = tuple(code for name, code in _NAMES.items() if name.startswith(("TUPLE", "FROZENSET")))
-# By opcode: bytes of its argument; bytes of the length prefix of its argument; values it pops from the stack (below the
-# mark, if it pops all above that); all values it pops.
-_FIXED = {code: opcode.arg.n if opcode.arg else 0 for code, opcode in _OPCODES.items()}
-_PREFIXED = {code: _LENGTH_BYTES[size] for code, size in _FIXED.items() if size in _LENGTH_BYTES}
-_TO_MARK = {
+# Size of an opcode's argument in bytes; negative: variable (a constant of `pickletools`).
+_ARGUMENT_BYTES = {code: opcode.arg.n if opcode.arg else 0 for code, opcode in _OPCODES.items()}
+# For opcodes whose argument begins with its length: size of that length in bytes.
+_PREFIX_BYTES = {code: _LENGTH_BYTES[size] for code, size in _ARGUMENT_BYTES.items() if size in _LENGTH_BYTES}
+# For opcodes that pop the mark and all values above it: number of values popped below the mark.
+_POPPED_BELOW_MARK = {
     code: opcode.stack_before.index(pickletools.markobject)
     for code, opcode in _OPCODES.items()
     if pickletools.markobject in opcode.stack_before
 }
-_TAKES = {code: len(opcode.stack_before) for code, opcode in _OPCODES.items()}
+# For the other opcodes: number of values popped from the stack.
+_POPPED = {code: len(opcode.stack_before) for code, opcode in _OPCODES.items()}
 # Constants: they only add a value to the stack, and are most of a pickle.
 _CONSTANTS = {
     code: size
-    for code, size in _FIXED.items()
-    if size >= 0 and not _TAKES[code] and code not in (*_GETS, *_PUTS, _MARK) and _OPCODES[code].stack_after
+    for code, size in _ARGUMENT_BYTES.items()
+    if size >= 0 and not _POPPED[code] and code not in (*_GETS, *_PUTS, _MARK) and _OPCODES[code].stack_after
 }
 
 
@@ -227,19 +229,19 @@ def _check_opcodes(data: bytes) -> None:
         if code in _CONSTANTS:
             position += _CONSTANTS[code]
             stack.append(0)
-        elif code in _PREFIXED:
-            width = _PREFIXED[code]
+        elif code in _PREFIX_BYTES:
+            width = _PREFIX_BYTES[code]
             position += width + int.from_bytes(data[position : position + width], "little")
             stack.append(0)
         elif code in _PUTS:
-            width = _FIXED[code]
+            width = _ARGUMENT_BYTES[code]
             index = int.from_bytes(data[position : position + width], "little") if width else len(memo)
             position += width
             if index > len(memo):
                 raise pickle.UnpicklingError(f"memo entry {index} follows {len(memo)} entries")
             memo[index : index + 1] = [stack[-1]]
         elif code in _GETS:
-            width = _FIXED[code]
+            width = _ARGUMENT_BYTES[code]
             stack.append(memo[int.from_bytes(data[position : position + width], "little")])
             position += width
         elif code == _MARK:
@@ -250,7 +252,7 @@ def _check_opcodes(data: bytes) -> None:
             position = _after_line(data, _after_line(data, position))
             stack.append(0)
         elif code in _OPCODES:
-            position += _FIXED[code]
+            position += _ARGUMENT_BYTES[code]
             _apply(code, stack, marks)
         else:
             raise pickle.UnpicklingError(f"the pickle contains opcode {code:#04x}, which is not allowed")
@@ -259,7 +261,7 @@ def _check_opcodes(data: bytes) -> None:
 
 def _apply(code: int, stack: list[int], marks: list[int]) -> None:
     """Pop the arguments of an opcode from the stack and push its result."""
-    first = marks.pop() - _TO_MARK[code] if code in _TO_MARK else len(stack) - _TAKES[code]
+    first = marks.pop() - _POPPED_BELOW_MARK[code] if code in _POPPED_BELOW_MARK else len(stack) - _POPPED[code]
     if first < 0:
         raise pickle.UnpicklingError("its stack is empty")
     if not _OPCODES[code].stack_after:

@@ -58,10 +58,13 @@ class ScoringEncoder:
         return [ids if self._max_tokens is None else ids[-self._max_tokens :] for ids in encoded]
 
     def _up_to_end(self, encoder: ConversationEncoder, messages: Messages) -> list[int]:
-        """Any answer of a policy is scored, also one that the template would not allow in training."""
+        """Return the token ids up to the end of the answer.
+
+        An answer that the template would reject in training is encoded, too: every answer of a policy is scored.
+        """
         if messages[-1].get("role") != "assistant":
             raise ValueError(
-                f"the role of the last message is {messages[-1].get('role')}, and the model scores the assistant's"
+                f"the last message has the role {messages[-1].get('role')}, but the model scores only the assistant's"
             )
         try:
             return ids_up_to_answer(encoder.rows(messages)[0])
@@ -76,7 +79,7 @@ class ScoringEncoder:
         for row, ids in enumerate(rows):
             excess = 0 if self._max_tokens is None else len(ids) - self._max_tokens
             if excess > 0:
-                # From the prompt first, then from the answer; special tokens (None) are kept.
+                # Drop tokens of the prompt first, then of the answer; special tokens (owner None) are kept.
                 owners = encoded.sequence_ids(row)
                 removable = [at for part in (0, 1) for at, owner in enumerate(owners) if owner == part]
                 dropped = set(removable[:excess])
@@ -89,7 +92,7 @@ class ScoringEncoder:
         except Exception as cause:  # a template is a program: it may raise anything
             roles = sorted({", ".join(str(message.get("role")) for message in messages) for messages in conversations})
             raise ValueError(
-                f"its chat template rejects a conversation ({type(cause).__name__}: {cause}; roles:"
+                f"the chat template rejects a conversation ({type(cause).__name__}: {cause}; roles:"
                 f" {' | '.join(roles)})"
             ) from cause
 

@@ -1,4 +1,4 @@
-"""Alias: length balancing under the names that users import, of `verl.utils.balancing` and the micro-batches."""
+"""Alias of length balancing (`verl.utils.balancing`) and dynamic micro-batches, under the names that users import."""
 
 from verl.utils.balancing import (
     ceildiv,

@@ -43,9 +43,9 @@ Stack = tuple[Frame, ...]
 """Innermost first."""
 
 
-def own_stacks(only: int | None = None) -> dict[int, Stack]:
-    """Stacks of the threads of this process by thread identity; `only`: of one thread."""
-    return {thread: _walk(frame) for thread, frame in sys._current_frames().items() if only in (None, thread)}
+def own_stacks(thread: int | None = None) -> dict[int, Stack]:
+    """Stacks of the threads of this process by thread identity; with `thread`, only of that one."""
+    return {number: _walk(frame) for number, frame in sys._current_frames().items() if thread in (None, number)}
 
 
 def enable_stack_dumps() -> None:

@@ -55,7 +55,7 @@ def hf_tokenizer(name_or_path: str | os.PathLike[str], **kwargs: Any) -> Any:
 
 
 def tokenizer_if_any(name_or_path: str | os.PathLike[str], trust_remote_code: bool = False) -> Any | None:
-    """Return the tokenizer unchanged, or None for a local folder without one."""
+    """Return the tokenizer without setting a padding token, or None for a local folder without tokenizer files."""
     from transformers import AutoTokenizer
 
     path = expand_path(name_or_path)
@@ -101,10 +101,10 @@ less than a call of another process on a busy machine."""
 MEMORY_LIMIT = 2 * 2**30
 """Bytes that one task may allocate."""
 _PROCESSES = 4
-# Maximum number of processes that run heavy tasks, and of heavy tasks that wait for one of them.
+# Maximum number of processes that run heavy tasks, and of heavy tasks that wait for such a process.
 _MAX_HEAVY = 2
 MAX_WAITING = 64
-# A process that has grown by more bytes after a task is replaced.
+# A process is replaced if its memory has grown by more than this many bytes after a task.
 _MAX_GROWTH = 8 * 2**20
 
 # Set in worker processes only.

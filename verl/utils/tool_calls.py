@@ -87,7 +87,7 @@ class OpenAIParser:
 
 
 class Qwen3CoderParser:
-    """Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call>, on lines."""
+    """Qwen3-Coder: <tool_call><function=name><parameter=key>value</parameter></function></tool_call> in lines."""
 
     def parse(self, text: str, schemas: Schemas = ()) -> tuple[str, list[ToolCall]]:
         content, bodies = _split_calls(text, "<tool_call>", "</tool_call>")

@@ -255,22 +255,25 @@ class _StateDict(dict[Any, Any]):
 
 
 class _TextBudget:
-    """Limits the bytes that protocol 2 writes as text to the size of the pickle in total."""
+    """Converts the latin-1 text as which pickle protocol 2 writes bytes; in total at most as many as the pickle has.
+
+    Without the limit, memo references could repeat a text and take any amount of memory.
+    """
 
     def __init__(self, size: int) -> None:
         self._remaining = size
 
     def encode(self, text: Any, encoding: Any) -> bytes:
         if not isinstance(text, str) or encoding != "latin1":
-            raise ValueError("it encodes text")
+            raise ValueError("it calls _codecs.encode with other arguments than a text and latin1")
         self._remaining -= len(text)
         if self._remaining < 0:
-            raise ValueError("it repeats bytes")
+            raise ValueError("its byte strings are larger than the pickle, so it repeats them")
         return text.encode("latin1")
 
 
 def _wrapper_record(kind: Any, *args: Any) -> Any:
-    """A tensor of a wrapper subclass; everything that a pickle can call is inert."""
+    """Return the record of a tensor of a wrapper subclass. `kind` is inert, as everything that a pickle can call."""
     return kind(*args)
 
 

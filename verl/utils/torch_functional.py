@@ -34,9 +34,9 @@ def logprobs_from_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Te
 
 
 def entropy_from_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Entropy of the softmax in nats, float32: `logits` [..., vocab] → [...]. Memory as of `logprobs_from_logits`.
+    """Entropy of the softmax in nats, float32: `logits` [..., vocab] → [...].
 
-    A logit of -inf is a token that cannot occur and contributes nothing.
+    Uses as little memory as `logprobs_from_logits`. A logit of -inf is a token that cannot occur: it contributes 0.
     """
     return _Entropy.apply(logits)
 
@@ -79,7 +79,7 @@ def distributed_mean_max_min_std(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return (mean, max, min, std) over the elements of all ranks, None for those not requested. A collective.
 
-    The standard deviation divides by the number of elements minus one. Without a process group: of this tensor.
+    The standard deviation divides by the number of elements minus one. Without a process group, only `local` counts.
     """
     values = local.detach().to(_compute_dtype(local))
     count = _all_reduce(torch.tensor(float(values.numel()), device=values.device), "SUM")
@@ -95,7 +95,7 @@ def distributed_mean_max_min_std(
 def distributed_masked_mean(local: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Return the mean of the unmasked elements of all ranks, 0 if there are none. A collective.
 
-    Without a process group: of this tensor.
+    Without a process group, only `local` counts.
     """
     weights, unmasked = _split_mask(local.detach(), mask)
     total, count = _all_reduce((unmasked * weights).sum(), "SUM"), _all_reduce(weights.sum(), "SUM")

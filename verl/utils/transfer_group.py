@@ -17,9 +17,9 @@ from verl.utils.py_functional import temp_env_var
 
 __all__ = ["TransferAddress", "TransferGroup", "TransferHost", "TransferLostError"]
 
-# All members join at the same time: one that does not has died.
+# All members join at the same time: a member that has not joined after this time has died.
 _JOIN_S = 120.0
-# Of one broadcast. Before the first one, the sender may have to load its weights back to the device.
+# Time limit of one broadcast. Before the first one, the sender may have to load its weights back to the device.
 _BROADCAST_S = 600.0
 
 
@@ -68,9 +68,9 @@ class TransferGroup:
         timeout_s: float = _BROADCAST_S,
         prefix: str | None = None,
     ) -> None:
-        """Each broadcast may take `timeout_s`; if a member dies in one, the others raise TransferLostError.
+        """Each broadcast may take `timeout_s`; if a member dies during a broadcast, the others raise TransferLostError.
 
-        `prefix`: of the keys in the store, for groups with third-party members.
+        `prefix` of the keys in the store: for groups with third-party members.
         """
         joining = timedelta(seconds=_JOIN_S)
         self.rank, self.size = rank, size
@@ -111,7 +111,7 @@ class TransferGroup:
     def abort(self) -> None:
         """Leave the group without waiting for its members; may be called from another thread during a broadcast.
 
-        With gloo, that broadcast ends only when the connection does, with the process at its other end.
+        With gloo, that broadcast only ends when its connection is lost, i.e. when the process at the other end ends.
         """
         self._group.abort()
 
@@ -147,7 +147,7 @@ def _raise_nccl_errors() -> Iterator[None]:
 
 
 def _host_address() -> str:
-    """The address of this machine's host name; the loopback address if it has none."""
+    """Return the address of this machine's host name; the loopback address if the name cannot be resolved."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

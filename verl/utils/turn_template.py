@@ -42,9 +42,9 @@ def tool_message(name: str, text: str, number: int = 0) -> dict[str, Any]:
 class CallStyle:
     """The form of tool calls and tool results that a template accepts."""
 
-    whole_calls: bool = True
+    parallel_calls: bool = True
     """A turn may have several calls, one per result; else a single call (Llama 3 renders no more)."""
-    objects: bool = True
+    dict_arguments: bool = True
     """Arguments of calls are dicts; else JSON text."""
     tool_role: bool = True
     """The template has a tool role; else results are sent as a user message."""
@@ -65,15 +65,15 @@ class CallStyle:
         """The assistant turn that `replies` respond to; its calls have the marker as argument."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         tools = [reply for reply in replies if reply["role"] == "tool"] if self.tool_role else []
-        arguments: Any = {"of": marker or text} if self.objects else f'{{"of": "{marker or text}"}}'
+        arguments: Any = {"of": marker or text} if self.dict_arguments else f'{{"of": "{marker or text}"}}'
         calls = [
             {"id": tool["tool_call_id"], "type": "function", "function": {"name": tool["name"], "arguments": arguments}}
-            for tool in (tools if self.whole_calls else tools[:1])
+            for tool in (tools if self.parallel_calls else tools[:1])
         ]
         return message | {"tool_calls": calls} if calls else message
 
 
-_STYLES = [CallStyle(whole, objects) for whole in (True, False) for objects in (True, False)]
+_STYLES = [CallStyle(parallel, dicts) for parallel in (True, False) for dicts in (True, False)]
 _STYLES.append(CallStyle(tool_role=False))
 
 
@@ -120,7 +120,8 @@ class TurnTemplate:
 
     @property
     def style(self) -> CallStyle:
-        """Raises ValueError where the template renders neither tool results nor a user message after an answer."""
+        """The form that the template accepts. ValueError: it renders neither tool results nor a user message after an
+        answer."""
         if self._style is None:
             raise ValueError(
                 "the chat template renders neither tool results nor a user message after an answer. "

@@ -85,10 +85,11 @@ def fingerprints(
     if not tensors:
         return {}
     device = next(iter(tensors.values())).device
-    aligned = [(placements or {}).get(name, FULL) for name in tensors]  # in the order of `tensors`
+    all_placements = [(placements or {}).get(name, FULL) for name in tensors]
     if device.type == "cuda" and find_spec("triton") is not None and all(t.device == device for t in tensors.values()):
-        return dict(zip(tensors, _sums_on_cuda([_cast(t, dtype) for t in tensors.values()], aligned), strict=True))
-    pairs = zip(tensors.values(), aligned, strict=True)
+        sums_on_cuda = _sums_on_cuda([_cast(tensor, dtype) for tensor in tensors.values()], all_placements)
+        return dict(zip(tensors, sums_on_cuda, strict=True))
+    pairs = zip(tensors.values(), all_placements, strict=True)
     sums = [tensor_fingerprint(tensor, dtype, placement) for tensor, placement in pairs]
     return dict(zip(tensors, torch.stack([total.to(device) for total in sums]).tolist(), strict=True))
 

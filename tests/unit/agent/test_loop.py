@@ -21,7 +21,7 @@ from verl.agent.loop import (
     register,
 )
 from verl.agent.single_turn import SingleTurnAgentLoop
-from verl.utils.counter_noise import sample_keys
+from verl.utils.counter_noise import sample_key
 from verl.workers.rollout.call_trace import CallTrace, current_trace, tracing
 
 
@@ -89,7 +89,7 @@ def test_the_face_has_the_same_things():
 def test_the_first_call_has_the_noise_of_an_answer_without_a_loop_and_later_ones_their_own():
     trace = CallTrace.for_sample(1, 2, "prompt", 3)
     keys = [trace.next_key() for _ in range(3)]
-    assert keys[0] == sample_keys(1, 2, "prompt", 3)
+    assert keys[0] == sample_key(1, 2, "prompt", 3)
     assert len(set(keys)) == 3
     again = CallTrace.for_sample(1, 2, "prompt", 3)
     assert [again.next_key() for _ in range(3)] == keys

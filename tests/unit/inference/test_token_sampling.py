@@ -12,7 +12,7 @@ from verl.inference import sampler
 from verl.inference.sampler import SamplingBatch, sample_tokens
 from verl.inference.step_plan import banned_tokens
 from verl.types.request import SamplingParams
-from verl.utils.counter_noise import sample_keys
+from verl.utils.counter_noise import sample_key
 
 CPU = torch.device("cpu")
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0])
@@ -21,7 +21,7 @@ LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0, 1.0])
 def draw(count: int, logits: torch.Tensor = LOGITS, **params):
     """`count` independent samples of one distribution."""
     batch = SamplingBatch.from_params(
-        [SamplingParams(key=sample_keys(0, 0, "u", i), **params) for i in range(count)], CPU
+        [SamplingParams(key=sample_key(0, 0, "u", i), **params) for i in range(count)], CPU
     )
     return sample_tokens(logits.expand(count, -1), batch, torch.full((count,), 11))[:2]
 
@@ -127,7 +127,7 @@ def test_log_probs_of_the_full_the_raw_and_the_drawn_distribution():
 def test_drawn_log_probs_are_those_of_what_truncation_leaves_and_add_up_to_one(seed, temperature, top_k, top_p, min_p):
     logits = 1.5 * torch.rand(6, generator=torch.Generator().manual_seed(seed))
     shape = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
-    params = [SamplingParams(key=sample_keys(0, 0, "u", i), **shape) for i in range(1500)]
+    params = [SamplingParams(key=sample_key(0, 0, "u", i), **shape) for i in range(1500)]
     found = sample_tokens(logits.expand(1500, -1), SamplingBatch.from_params(params, CPU), torch.zeros(1500).long())
     expected = drawn_probs((logits.double() / temperature).tolist(), top_k, top_p, min_p)
     seen = dict(zip(found.tokens.tolist(), found.drawn_log_probs.exp().tolist(), strict=True))

@@ -48,10 +48,10 @@ def test_all_differences_are_listed_at_once(actor, model, tmp_path, capsys):
     output = capsys.readouterr().err
     for words in (
         "lm_head.weight: 2 of 16896 values differ, by 0.5 at most",
-        "model.norm.weight: float32, in the other bfloat16",
-        "model.layers.0.mlp.up_proj.weight: [128, 64], in the other [2, 2]",
-        "more: only in the other",
-        "model.embed_tokens.weight: missing in the other",
+        "model.norm.weight: float32, in --test_hf_dir bfloat16",
+        "model.layers.0.mlp.up_proj.weight: [128, 64], in --test_hf_dir [2, 2]",
+        "more: only in --test_hf_dir",
+        "model.embed_tokens.weight: missing in --test_hf_dir",
     ):
         assert words in output
     assert len(output.strip().splitlines()) == 5

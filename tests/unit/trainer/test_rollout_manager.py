@@ -23,7 +23,7 @@ from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, join_rows, read_tr
 from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.types.request import Output
 from verl.types.trajectory import Row, Trajectory, Turn
-from verl.utils.counter_noise import sample_keys
+from verl.utils.counter_noise import sample_key
 from verl.workers.rollout import loop_host
 from verl.workers.rollout.prompts import with_row_names
 
@@ -97,7 +97,7 @@ def setup() -> Iterator[Callable[..., Setup]]:
 
 def tokens_of(name: str, step: int = 1) -> list[int]:
     uid, _, number = name.rpartition("/")
-    return expected_tokens(sample_keys(7, step, uid, int(number)), LIMIT)
+    return expected_tokens(sample_key(7, step, uid, int(number)), LIMIT)
 
 
 def responses(batch: DataProto) -> list[list[int]]:

@@ -8,35 +8,35 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.utils.counter_noise import gumbel_noise, sample_keys
+from verl.utils.counter_noise import gumbel_noise, sample_key
 
 ints = st.integers(min_value=0, max_value=2**40)
 
 
 def keys_of(count: int) -> torch.Tensor:
-    return torch.tensor([sample_keys(7, 3, f"prompt-{i // 4}", i % 4) for i in range(count)])
+    return torch.tensor([sample_key(7, 3, f"prompt-{i // 4}", i % 4) for i in range(count)])
 
 
 @given(ints, ints, st.text(), ints)
 def test_a_key_is_a_64_bit_integer_that_depends_on_every_part(seed, step, uid, index):
-    key = sample_keys(seed, step, uid, index)
+    key = sample_key(seed, step, uid, index)
     assert -(2**63) <= key < 2**63
-    assert key == sample_keys(seed, step, uid, index)
+    assert key == sample_key(seed, step, uid, index)
     others = [(seed + 1, step, uid, index), (seed, step + 1, uid, index), (seed, step, uid + "x", index)]
-    assert key not in [sample_keys(*parts) for parts in [*others, (seed, step, uid, index + 1)]]
+    assert key not in [sample_key(*parts) for parts in [*others, (seed, step, uid, index + 1)]]
 
 
 def test_keys_and_noise_stay_what_they_are_between_versions():
     """A run that is resumed after an upgrade samples the same answers."""
-    key = sample_keys(1, 2, "uid", 3)
+    key = sample_key(1, 2, "uid", 3)
     assert key == -1909943600529566093
     noise = gumbel_noise(torch.tensor([key]), torch.tensor([5]), 4)
     torch.testing.assert_close(noise, torch.tensor([[-0.2817, -1.1035, 0.3039, 1.6796]]), atol=1e-4, rtol=0)
 
 
 def test_parts_of_a_key_cannot_slide_into_each_other():
-    assert sample_keys(1, 2, "3/u", 4) != sample_keys(1, 2, "u", 43)
-    assert sample_keys(1, 23, "u", 4) != sample_keys(12, 3, "u", 4)
+    assert sample_key(1, 2, "3/u", 4) != sample_key(1, 2, "u", 43)
+    assert sample_key(1, 23, "u", 4) != sample_key(12, 3, "u", 4)
 
 
 @settings(max_examples=30)

@@ -15,7 +15,8 @@ from verl.inference.kernels.pointwise import write_cache
 __all__ = ["TritonAttention", "decode_attention", "varlen_attention"]
 
 _LOG2_E = 1.4426950408889634
-# Programs that occupy a large GPU a few times; with fewer sequences, keys are split to reach this number.
+# Target number of programs per decode launch: enough to fill a large GPU several times. With few sequences, the keys
+# of each are split over several programs to reach it.
 WANTED_PROGRAMS = 512
 _MAX_SPLITS = 16
 # Rows of one varlen tile: a few query tokens times the heads that share their keys.
@@ -35,7 +36,8 @@ def decode_attention(
     """`query` [rows, heads, dim] against `keys`, `values` [blocks, block, kv, dim] → [rows, heads, dim].
 
     Rows of `query` may have any stride. `tables` [rows, columns] int32: blocks of each row; `lengths` [rows] int32:
-    its tokens in the cache. The number of programs per row depends only on shapes, so that CUDA graphs can capture it.
+    number of its tokens in the cache. The number of programs per row depends only on shapes, so that CUDA graphs can
+    capture it.
     """
     rows, heads, dim = query.shape
     kv_heads = keys.shape[2]
@@ -46,9 +48,10 @@ def decode_attention(
     splits = 1 << (splits.bit_length() - 1)
     out = query.new_empty(rows, heads, dim)
     partial = query.new_empty((rows, heads, splits, dim) if splits > 1 else (1,), dtype=torch.float32)
-    weights = query.new_empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
+    # Of each split: the highest score, and the sum of exponentials relative to it.
+    statistics = query.new_empty((rows, heads, splits, 2) if splits > 1 else (1,), dtype=torch.float32)
     _decode[(rows, kv_heads, splits)](
-        query, keys, values, tables, lengths, out, partial, weights,
+        query, keys, values, tables, lengths, out, partial, statistics,
         scale * _LOG2_E, query.stride(0), tables.stride(0), window or 0, softcap or 0.0,
         HEADS=heads, KV=kv_heads, GROUP=group, GROUP_BLOCK=max(16, triton.next_power_of_2(group)), DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim), PAGE=keys.shape[1], SPLITS=splits,
@@ -56,7 +59,7 @@ def decode_attention(
     )  # fmt: skip
     if splits > 1:
         _join_splits[(rows * heads,)](
-            partial, weights, out, SPLITS=splits, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=2
+            partial, statistics, out, SPLITS=splits, DIM=dim, DIM_BLOCK=triton.next_power_of_2(dim), num_warps=2
         )
     return out
 
@@ -81,8 +84,8 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Causal attention of the last tokens of several sequences: `query` [tokens, heads, dim] → the same shape.
 
-    Sequence i has tokens query_starts[i] to query_starts[i + 1] (int32, [sequences + 1]), the last of its
-    `lengths[i]` tokens in the cache. Sequences may be empty; the grid depends only on shapes.
+    Sequence i has the query tokens query_starts[i] to query_starts[i + 1] (int32, [sequences + 1]), which are the last
+    of its `lengths[i]` tokens in the cache. Sequences may be empty; the grid depends only on shapes.
     """
     tokens, heads, dim = query.shape
     kv_heads = keys.shape[2]
@@ -114,7 +117,7 @@ def _scores(query, key, scale, softcap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def _decode(
-    query_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, weights_ptr,
+    query_ptr, keys_ptr, values_ptr, tables_ptr, lengths_ptr, out_ptr, partial_ptr, statistics_ptr,
     scale, query_stride, table_stride, window, softcap,
     HEADS: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
@@ -135,9 +138,9 @@ def _decode(
     member = tl.arange(0, GROUP_BLOCK)
     column = tl.arange(0, DIM_BLOCK)
     in_head = column < DIM
-    here = (kv * GROUP + member)[:, None] * DIM + column[None, :]
+    offset = (kv * GROUP + member)[:, None] * DIM + column[None, :]
     member_inside = (member < GROUP)[:, None] & in_head[None, :]
-    query = tl.load(query_ptr + row * query_stride + here, member_inside, 0.0)
+    query = tl.load(query_ptr + row * query_stride + offset, member_inside, 0.0)
     best = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_BLOCK], tl.float32)
     gathered = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
@@ -162,17 +165,19 @@ def _decode(
         best = highest
     if SPLITS == 1:
         out = gathered / total[:, None]
-        tl.store(out_ptr + row * HEADS * DIM + here, out.to(out_ptr.dtype.element_ty), member_inside)
+        tl.store(out_ptr + row * HEADS * DIM + offset, out.to(out_ptr.dtype.element_ty), member_inside)
     else:
         head = row * HEADS + kv * GROUP + member
         at = (head * SPLITS + split)[:, None] * DIM + column[None, :]
         tl.store(partial_ptr + at, gathered, member_inside)
-        tl.store(weights_ptr + (head * SPLITS + split) * 2, best, member < GROUP)
-        tl.store(weights_ptr + (head * SPLITS + split) * 2 + 1, total, member < GROUP)
+        tl.store(statistics_ptr + (head * SPLITS + split) * 2, best, member < GROUP)
+        tl.store(statistics_ptr + (head * SPLITS + split) * 2 + 1, total, member < GROUP)
 
 
 @triton.jit
-def _join_splits(partial_ptr, weights_ptr, out_ptr, SPLITS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr):
+def _join_splits(
+    partial_ptr, statistics_ptr, out_ptr, SPLITS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr
+):
     head = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, DIM_BLOCK)
     in_head = column < DIM
@@ -181,21 +186,21 @@ def _join_splits(partial_ptr, weights_ptr, out_ptr, SPLITS: tl.constexpr, DIM: t
     joined = tl.zeros([DIM_BLOCK], tl.float32)
     for split in range(SPLITS):
         at = head * SPLITS + split
-        its_total = tl.load(weights_ptr + at * 2 + 1)
-        its_best = tl.where(its_total > 0, tl.load(weights_ptr + at * 2), float("-inf"))
-        highest = tl.maximum(best, its_best)
-        shrink, grow = tl.exp2(best - highest), tl.exp2(its_best - highest)
+        split_total = tl.load(statistics_ptr + at * 2 + 1)
+        split_best = tl.where(split_total > 0, tl.load(statistics_ptr + at * 2), float("-inf"))
+        highest = tl.maximum(best, split_best)
+        shrink, grow = tl.exp2(best - highest), tl.exp2(split_best - highest)
         shrink = tl.where(best == float("-inf"), 0.0, shrink)
-        grow = tl.where(its_best == float("-inf"), 0.0, grow)
+        grow = tl.where(split_best == float("-inf"), 0.0, grow)
         joined = joined * shrink + tl.load(partial_ptr + at * DIM + column, in_head, 0.0) * grow
-        total = total * shrink + its_total * grow
+        total = total * shrink + split_total * grow
         best = highest
     tl.store(out_ptr + head * DIM + column, (joined / total).to(out_ptr.dtype.element_ty), in_head)
 
 
 @triton.jit
 def _sequence_of(query_starts_ptr, tile, sequences, TOKENS: tl.constexpr):
-    """The sequence whose tiles include `tile`: sequence i's begin at query_starts[i] // TOKENS + i."""
+    """The sequence that `tile` belongs to: the first tile of sequence i is query_starts[i] // TOKENS + i."""
     low = 0
     high = sequences
     while low < high:

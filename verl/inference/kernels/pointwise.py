@@ -21,7 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`residual` [tokens, hidden] becomes residual + x, in place; returns its norm. Rows of `x` may be strided."""
+    """Add `x` to `residual` [tokens, hidden] in place; return the `rms_norm` of the sum. Rows of `x` may be strided."""
     out = torch.empty_like(residual)
     size = x.shape[1]
     _add_rms_norm[(x.shape[0],)](
@@ -118,7 +118,7 @@ def _gated_silu(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate(base, head, inside, cos, sin, norm_ptr, eps, HAS_NORM: tl.constexpr, DIM: tl.constexpr):
-    """Both halves of the heads `head` of one token, normalised if HAS_NORM, and rotated; float32."""
+    """Load the heads `head` of one token, normalise them if HAS_NORM, rotate them; return both halves in float32."""
     half = tl.arange(0, DIM // 2)
     first = tl.load(base + head[:, None] * DIM + half[None, :], inside[:, None], 0.0)
     second = tl.load(base + head[:, None] * DIM + DIM // 2 + half[None, :], inside[:, None], 0.0)

@@ -126,7 +126,10 @@ class FusedModel:
         return x
 
     def _adapted(self, output: torch.Tensor, adapters: AdapterGroup | None, step: AttentionStep) -> torch.Tensor:
-        """The result [T, outputs] of a matmul with adapters, whose `x A^T` are the last columns of its `output`."""
+        """Add the adapters' part to the first columns of a matmul's `output`, and return these columns [T, outputs].
+
+        The remaining columns of `output` are `x A^T`.
+        """
         if adapters is None:
             return output
         outputs = adapters.outputs
@@ -345,7 +348,10 @@ class WeightLayout:
             self._add(prefix + "o_proj.bias", (hidden,))
 
     def _add_adapters(self, options: AdapterOptions) -> None:
-        """Append the rows of the matrices A to the weights (and zeros to the biases) of linear layers; add the B."""
+        """Append the matrices A as rows to the merged weights of linear layers, and as many zeros to the biases.
+
+        The matrices B of each merged weight are a tensor of their own.
+        """
         for name, parts in list(self._merged.items()):
             layers = self._adapted_layers(name)
             if not layers:
@@ -384,7 +390,7 @@ class WeightLayout:
         self._merged[name] = [_Part(name, shape, shard)]
 
     def _even_shard(self, dim: int, size: int) -> WeightShard | None:
-        """This rank's equal share of a dimension."""
+        """This rank's shard of a dimension that is divided evenly."""
         rank, ranks = self._parallel.rank, self._parallel.size
         return None if ranks == 1 else WeightShard(dim, rank * (size // ranks), size // ranks, size)
 

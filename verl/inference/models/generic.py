@@ -173,8 +173,8 @@ class _StepLostError(Exception):
     """The model does not pass the AttentionStep to its attention."""
 
 
-class _UnevenError(Exception):
-    """Keys and values do not fit the KV cache."""
+class _HeadSizeError(Exception):
+    """Queries, keys and values have heads of different sizes, which the KV cache does not support."""
 
 
 class _Trial:
@@ -190,21 +190,21 @@ class _Trial:
     def __init__(self, hf: Any, device: torch.device) -> None:
         vocab = hf.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(0)
-        self._texts = [torch.randint(vocab, (length,), generator=generator).to(device) for length in _LENGTHS]
+        self._sequences = [torch.randint(vocab, (length,), generator=generator).to(device) for length in _LENGTHS]
         self._attention = hf.config._attn_implementation
-        separate = [hf(input_ids=text.unsqueeze(0), use_cache=False).logits[0].float() for text in self._texts]
+        separate = [hf(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float() for ids in self._sequences]
         self._expected = torch.cat(separate)
         self._calls: list[tuple[int, tuple[int, int, int], int | None]] = []
 
     @torch.inference_mode()
     def difference(self, model: InferenceModel, config: Any) -> str | None:
         """Why `model` cannot run with paged attention; None if it can."""
-        positions = torch.cat([torch.arange(len(text), device=model.device) for text in self._texts])
+        positions = torch.cat([torch.arange(len(ids), device=model.device) for ids in self._sequences])
         try:
-            hidden = model.hidden(torch.cat(self._texts), positions, self._step(model.device))
+            hidden = model.hidden(torch.cat(self._sequences), positions, self._step(model.device))
         except _StepLostError:
             return "its layers do not pass arguments on to the attention interface"
-        except _UnevenError as error:
+        except _HeadSizeError as error:
             return str(error)
         layers = [layer for layer, _, _ in self._calls]
         if layers != list(range(model.num_layers)):
@@ -232,7 +232,7 @@ class _Trial:
             kv_cache=[],
             backend=self._record,
             slots=tensor(
-                [block_size * text + place for text, n in enumerate(_LENGTHS) for place in range(n)], torch.int64
+                [block_size * block + offset for block, n in enumerate(_LENGTHS) for offset in range(n)], torch.int64
             ),
             num_prefill_tokens=sum(_LENGTHS),
             query_starts=tensor([0, _LENGTHS[0], sum(_LENGTHS)]),
@@ -255,7 +255,7 @@ class _Trial:
     ) -> torch.Tensor:
         """Record the call and attend with a temporary cache, which no later step reads."""
         if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-            raise _UnevenError("its queries, keys and values have heads of different size")
+            raise _HeadSizeError("its queries, keys and values have heads of different sizes")
         self._calls.append((layer, (query.shape[1], key.shape[1], key.shape[2]), window))
         block = key.new_zeros(len(_LENGTHS), max(_LENGTHS), *key.shape[1:])
         step.kv_cache = [(block, block.clone())]

@@ -9,8 +9,8 @@ from torch.nn.functional import silu
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotated"]
 
 
-# With few rows and weights of at least this size, CPU libraries multiply up to twice as fast with the weight first.
-# Smaller weights are multiplied up to four times as fast if stored column-major.
+# For a few rows and weights of at least LARGE_WEIGHT elements, CPU libraries compute `weight @ x.t()` up to twice as
+# fast as `x @ weight.t()`. Smaller weights are multiplied up to four times as fast if stored column-major.
 _FEW_ROWS = range(2, 65)
 LARGE_WEIGHT = 2**18
 
@@ -32,7 +32,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`residual` becomes residual + x, in place; returns its norm."""
+    """Add `x` to `residual` in place; return the `rms_norm` of the sum."""
     return rms_norm(residual.add_(x), weight, eps)
 
 

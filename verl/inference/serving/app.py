@@ -33,7 +33,7 @@ __all__ = ["OpenAIServer", "api_errors", "in_options", "lora_routes"]
 # Prompt tokens decoded with a response: decoders drop the space in front of the first word of a text.
 _CONTEXT_TOKENS = 4
 _OPTIONS = ("max_model_len", "max_num_seqs", "gpu_memory_utilization")
-# Number of log-probs that are encoded in a few milliseconds.
+# Number of log-probs up to which encoding a response takes only a few milliseconds.
 _SMALL_RESPONSE = 512
 # Characters of an adapter's name.
 _MAX_NAME = 200

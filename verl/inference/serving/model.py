@@ -169,7 +169,7 @@ def engine_config(options: Any, max_model_len: int) -> RolloutConfig:
 
 
 def _named_adapters(options: argparse.Namespace) -> list[tuple[str, str]] | None:
-    """The names and folders of --lora-modules; None without --enable-lora, which the gateway does not have."""
+    """The names and folders of --lora-modules; None without --enable-lora (which the gateway does not have)."""
     if not getattr(options, "enable_lora", False):
         if getattr(options, "lora_modules", None) or getattr(options, "lora_root", None):
             raise ValueError("--lora-modules, --lora-root: LoRA is off. Add --enable-lora.")

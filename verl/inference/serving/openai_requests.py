@@ -24,7 +24,7 @@ from verl.inference.serving.request_models import (
 )
 from verl.inference.serving.response_text import forced_call, response_grammar, strict_grammar
 from verl.types.request import Request, SamplingParams
-from verl.utils.counter_noise import sample_keys
+from verl.utils.counter_noise import sample_key
 from verl.utils.http_server.json_body import parse_json
 from verl.utils.tokenizer import text_length
 
@@ -69,8 +69,9 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: frozenset[int]
     max_answers: int
-    """Prompts × n of one request."""
+    """Maximum of prompts × n in one request."""
     client_templates: bool
+    """Whether requests may contain chat templates."""
     longest_token: int
     """Characters of the longest token of the tokenizer."""
 
@@ -97,7 +98,7 @@ class ParsedRequest:
     returns_prompt_log_probs: bool = False
     """Return log-probs of the prompts by token id (`prompt_logprobs`)."""
     scores_only: bool = False
-    """Return only the prompts: max_tokens is 0."""
+    """Return the echoed prompts without responses: max_tokens is 0."""
     tools: bool = False
     """Parse tool calls in the responses."""
     forced_prefix: str = ""
@@ -116,7 +117,7 @@ class ParsedRequest:
             params = replace(self.params, max_new_tokens=min(self.params.max_new_tokens, room))
             group = uuid.uuid4().hex
             for index in range(self.n):
-                keyed = params.with_key(sample_keys(seed, 0, digest, index))
+                keyed = params.with_key(sample_key(seed, 0, digest, index))
                 requests.append(Request(f"{group}/{index}", prompt, keyed, group, adapter=adapter))
         return requests
 
@@ -181,7 +182,7 @@ def _parse_completion(fields: Any, model_info: ModelInfo, tokenizer: Any) -> Par
     if request.max_tokens == 0 and not request.echo:
         raise ApiError("max_tokens: should be at least 1 (0 only with echo).", "max_tokens")
     if request.prompt_logprobs is not None and (request.echo or request.logprobs is not None or request.stream):
-        raise ApiError("prompt_logprobs: goes with neither logprobs, echo nor stream.", "prompt_logprobs")
+        raise ApiError("prompt_logprobs: cannot be combined with logprobs, echo or stream.", "prompt_logprobs")
     limit = _COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens)
     parsed = _parse_common(request, model_info, len(request.prompt), limit, request.logprobs)
     prompts = [tokenize_prompt(prompt, model_info, tokenizer, "prompt") for prompt in request.prompt]
@@ -239,10 +240,10 @@ def _validate_chat(fields: Any, model_info: ModelInfo, tokenizer: Any) -> tuple[
 
 def _with_call_grammar(request: ChatRequest, params: SamplingParams) -> SamplingParams:
     if params.grammar is not None:
-        raise ApiError("response_format: does not go with a tool that must be called.", "response_format")
+        raise ApiError("response_format: cannot be combined with a tool that must be called.", "response_format")
     grammar = strict_grammar(request)
     if grammar is not None and (request.min_tokens or request.ignore_eos):
-        raise ApiError("tools: strict ones go with neither min_tokens nor ignore_eos.", "tools")
+        raise ApiError("tools: strict tools cannot be combined with min_tokens or ignore_eos.", "tools")
     return replace(params, grammar=grammar)
 
 
@@ -272,11 +273,16 @@ def _parse_common(
 def _check_max_tokens(
     request: GenerationRequest, parsed: ParsedRequest, model_info: ModelInfo, limited_by: str | None
 ) -> None:
-    """Reject a token limit of the client that exceeds the context, like OpenAI and vLLM; a default is reduced."""
-    longest, limit = max(map(len, parsed.prompts)), parsed.params.max_new_tokens
+    """Reject a token limit of the client that exceeds the context, like OpenAI and vLLM; a default is reduced.
+
+    `limited_by`: the field with the client's limit; None: the limit is the default, and only min_tokens is checked.
+    """
+    longest = max(map(len, parsed.prompts))
     room = model_info.max_model_len - longest
-    name = limited_by or "min_tokens"
-    if (limit if limited_by is not None else request.min_tokens) > room:
+    name, limit = "min_tokens", request.min_tokens
+    if limited_by is not None:
+        name, limit = limited_by, parsed.params.max_new_tokens
+    if limit > room:
         raise ApiError(
             f"This model's maximum context length is {model_info.max_model_len} tokens. However, you requested"
             f" {longest + limit} tokens ({longest} in the prompt, {limit} in the completion). Set {name} to at most"

@@ -14,7 +14,7 @@ __all__ = ["Parsers", "text_work_error"]
 
 T = TypeVar("T")
 
-# A body up to this size without a program of the client is parsed in milliseconds.
+# Larger bodies are parsed as heavy requests. Up to this size, parsing takes milliseconds unless it runs a program.
 _LIGHT_BODY = 512 * 1024
 
 
@@ -22,8 +22,9 @@ class Parsers(Generic[T]):
     """Parses requests in processes that have the tokenizer; a request may take `seconds` and 2 GB.
 
     `parse(path, body, model_info, tokenizer, heavy)` returns the parsed request or raises an ApiError. With
-    `heavy=False` it raises HeavyRequest instead of running a program of the client; it is then called again with
-    `heavy=True`, in one of the processes for such requests. So slow programs delay only each other.
+    `heavy=False` it raises HeavyRequest instead of running a program of the client (a chat template or a grammar). It
+    is then called again with `heavy=True`, in one of the processes for heavy requests; large bodies are parsed there at
+    once. So slow requests delay only each other.
     """
 
     def __init__(

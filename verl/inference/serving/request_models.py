@@ -48,7 +48,7 @@ _MAX_PROMPT_LOG_PROBS = 1024
 _MAX_LIST = 2**18
 _MAX_TOOLS = 1024
 _MAX_NAME = 256
-# Characters of a value in error messages.
+# Maximum characters of a value in error messages.
 _SHOWN = 200
 # Tags of unions; they are not part of the paths in error messages.
 _TEXT, _LIST, _CHAT, _OBJECT, _TAG = "$text", "$list", "$chat", "$object", "$"
@@ -88,7 +88,7 @@ def as_inputs(value: Any) -> Any:
 
 
 def _kind(value: Any) -> str | None:
-    """The tag of a union's member."""
+    """The tag of the member of a union that `value` belongs to, by its type."""
     kinds: dict[type, str] = {str: _TEXT, dict: _OBJECT, list: _LIST}
     return kinds.get(type(value))
 

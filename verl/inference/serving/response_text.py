@@ -74,7 +74,7 @@ def response_grammar(request: GenerationRequest) -> str | None:
         return None
     if request.min_tokens or request.ignore_eos:
         raise ApiError(
-            f"{_FORMAT}: goes with neither min_tokens nor ignore_eos: the grammar ends the response.", _FORMAT
+            f"{_FORMAT}: cannot be combined with min_tokens or ignore_eos: the grammar ends the response.", _FORMAT
         )
     schema: dict[str, Any] = {"type": "object"}
     if requested.type == "json_schema":
@@ -172,7 +172,8 @@ class TextStream:
         self._stop = tuple(stop)
         self.stopped: str | None = None
         """The stop string that occurred: the text ends before it."""
-        # Recent tokens. The text of the first `_num_emitted` is already emitted; they are context for the decoder.
+        # Recent tokens. The text of the first `_num_emitted` of them is already emitted: they only give the decoder
+        # context.
         self._tokens = list(context)
         if self._decode(self._tokens).endswith(_REPLACEMENT):
             self._tokens = []

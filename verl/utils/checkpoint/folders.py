@@ -245,7 +245,8 @@ class FolderTakenError(ValueError):
 class FolderOwnership:
     """Ownership of a folder until `close`. A second one in the same process shares it (a notebook's new trainer)."""
 
-    # A process loses its lock with the first of its files on the locked one that is closed, so there is only one.
+    # By folder: process id, open owner file, number of owners in this process. They share one open file, because
+    # closing any other file on the same path would end the lock of the process.
     held: ClassVar[dict[Path, tuple[int, BinaryIO, int]]] = {}
 
     def __init__(self, folder: str | os.PathLike[str], timeout: float = _OWNER_TIMEOUT_S) -> None:

@@ -123,7 +123,7 @@ def write_manifest(folder: Path, step: int, serial: int) -> Manifest:
     recorded = _collect_records(folder)
     names = sorted(_files_in(folder))
     if not names:
-        raise ValueError(f"{folder}: step {step} has no files. Save something into the folder before finishing it.")
+        raise ValueError(f"{folder}: step {step} has no files. Save something into the folder before `commit`.")
     with _pool() as pool:
         records = list(pool.map(lambda name: _sync_and_record(folder / name, recorded.get(name)), names))
     manifest = Manifest(step, serial, dict(zip(names, records, strict=True)))
@@ -286,7 +286,7 @@ def _is_in(name: str, part: str) -> bool:
 
 
 def _files_in(folder: Path) -> Iterator[str]:
-    """Return the paths of all files in a step, relative to it, without its manifest."""
+    """Yield the paths of all files in a step, relative to it, without its manifest."""
     for directory, _, names in os.walk(folder):
         for name in names:
             relative = (Path(directory) / name).relative_to(folder).as_posix()

@@ -125,7 +125,7 @@ class Uploader:
         self._request_copies()
 
     def wait(self, timeout: float) -> list[str]:
-        """Wait until all steps, also of earlier runs, are copied or have failed again.
+        """Wait until all steps, also of earlier runs, are copied or have failed again, at most `timeout` seconds.
 
         Returns the names of steps without a copy.
         """

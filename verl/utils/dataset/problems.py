@@ -260,10 +260,12 @@ def _value_rule(
             return problem(key, value)
         if key in row:
             return f"{key!r} is null. Fill it, or remove the row."
-        names = f"Columns: {', '.join(columns) or 'none'}."
+        available = f"Columns: {', '.join(columns) or 'none'}."
         if key.split(".")[0] in columns:  # JSON rows may have different keys, and nested keys may be missing
-            return f"the row has no {key!r}. Add it, remove the row, or set {option} to another column.{hint} {names}"
-        return f"the column {key!r} does not exist. Set {option} to the column with these values.{hint} {names}"
+            return (
+                f"the row has no {key!r}. Add it, remove the row, or set {option} to another column.{hint} {available}"
+            )
+        return f"the column {key!r} does not exist. Set {option} to the column with these values.{hint} {available}"
 
     def holds_for_table(table: pa.Table) -> bool:
         return key in table.column_names and is_valid(table.column(key))

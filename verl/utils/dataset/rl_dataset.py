@@ -50,7 +50,8 @@ class RLHFDataset(Dataset):
     the file except the prompt (`data_source`, `reward_model`, `ability`, …); `extra_info`, `index`, `uid`; `raw_prompt`
     (the messages) with `data.return_raw_chat`. Items are in file order. `uid` depends on the messages of the prompt and
     on the number of earlier rows with the same ones: it is not changed by filtering, a resume, moved or reordered
-    files, or another number of processes. A column with a reserved name (`uid`, `responses`, …) is `data_<name>`.
+    files, or another number of processes. A column with a reserved name (`uid`, `responses`, …) is renamed to
+    `data_<name>`.
 
     Problems with prompts raise a DataError in the constructor; `validate` also checks the columns that rewards need.
     All prompts are tokenised once: a later start on the same files maps the result. `chat_template_func` maps messages
@@ -256,7 +257,7 @@ class EpochSampler(Sampler[int]):
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         if (state["seed"], state["rows"]) != (self._seed, self._rows):
             raise ValueError(
-                f"data.seed: the checkpoint was made with seed {state['seed']} and {state['rows']} rows, this run has "
+                f"data.seed: the checkpoint was saved with seed {state['seed']} and {state['rows']} rows, this run has "
                 f"seed {self._seed} and {self._rows}. Restore them, or start from scratch in another folder."
             )
         self._epoch, self._done, self._resumed = state["epoch"], state["done"], True

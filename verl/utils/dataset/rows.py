@@ -1,4 +1,4 @@
-"""Data files and their rows: find the files, and read row i of all files together, as a dict with file and position.
+"""Data files and their rows: `find_files` finds the files, `Rows` reads the rows of all files as one sequence of dicts.
 
 `find_files` accepts paths, folders (also ones downloaded from a hub), URLs and hub names. Files keep their own columns
 and types: nothing is converted to a common schema, so `ground_truth` may be a string in one file and a list in another.

@@ -176,8 +176,8 @@ class SFTDataset(Dataset):
             f"data.truncation={how} cuts off the whole answer, since data.max_length = {limit}."
         )
         if all(without_answer):
-            raise DataError([f"{summary} No row is left. Raise it."])
-        logger.warning("%s These rows are left out; raise it to keep them.", summary)
+            raise DataError([f"{summary} No row is left. Raise data.max_length."])
+        logger.warning("%s These rows are left out; raise data.max_length to keep them.", summary)
         return [row for row, is_dropped in zip(encoded, without_answer, strict=True) if not is_dropped]
 
     def _log_sample(self) -> None:

@@ -1,4 +1,4 @@
-"""AcceptQueue: accepted connections until their first request, so that a flood of connections delays no other client.
+"""AcceptQueue: holds connections until they send a request, so that a flood of connections delays no other client.
 
 A connection costs little until its client sends data. Connections with data are passed to the server in the order of
 their data, a few in each iteration of the event loop. GET /health comes first: it is answered within a fraction of a
@@ -19,8 +19,11 @@ __all__ = ["MAX_HEALTH_CONNECTIONS", "MAX_QUEUED_CONNECTIONS", "AcceptQueue"]
 _HEALTH = b"GET /health"
 # Per iteration of the event loop: connections that are accepted (about 40 µs each) and passed on (400 µs each).
 _ACCEPTED_AT_ONCE, _PASSED_AT_ONCE = 256, 16
+# Pause in accepting connections when the process has too many open files.
 _PAUSE_SECONDS = 0.1
+# Interval at which a server without room is checked again.
 _RETRY_SECONDS = 0.005
+# Bytes read from a connection before it is rejected.
 _REJECTED_BYTES = 1 << 16
 
 MAX_QUEUED_CONNECTIONS = 4096
@@ -35,9 +38,9 @@ _UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-
 class AcceptQueue:
     """Accepts the connections of a listening socket and passes them to the server when they have data.
 
-    `count_room(most)` returns how many connections, up to `most`, the server can take now; None if they should not wait
-    but get 503. Above `max_queued` connections, the oldest one without data is closed for a new one; if all have data,
-    the new one gets 503. A connection without data is closed after `seconds`.
+    `count_room(wanted)` returns how many connections, up to `wanted`, the server can take now; None if they should not
+    wait but get 503. Above `max_queued` connections, the oldest one without data is closed for a new one; if all have
+    data, the new one gets 503. A connection without data is closed after `seconds`.
     """
 
     def __init__(
@@ -97,8 +100,8 @@ class AcceptQueue:
         return len(self._silent) + len(self._ready) >= self._max_queued
 
     def _evict(self) -> bool:
-        """Close the oldest connection without data; False if all have data. The event loop may not have reported data
-        yet, so each is checked."""
+        """Close the oldest connection without data; return False if all have data. Each connection is checked, because
+        the event loop may not have reported its data yet."""
         while self._silent:
             oldest = next(iter(self._silent))
             if not self._check_data(oldest):
@@ -108,7 +111,7 @@ class AcceptQueue:
         return False
 
     def _check_data(self, connection: socket.socket) -> bool:
-        """Queue the connection and return True if its client has sent data; close it if its client has closed it."""
+        """Return whether the client has sent data or disconnected; if so, queue, reject or close the connection."""
         try:
             start = connection.recv(len(_HEALTH), socket.MSG_PEEK)
         except (BlockingIOError, InterruptedError):

@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# File descriptors reserved for other files than connections.
 _OWN_FILES = 256
 _POLL_SECONDS = 0.01
 # Events of connections that are handled in one iteration of the loop. A request needs several iterations.
@@ -47,7 +48,8 @@ _EVENTS_AT_ONCE = 256
 # After this time a thread that computes lets the event loop run (Python's default: 5 ms).
 _SWITCH_SECONDS = 0.001
 _BACKLOG = 2048
-# Every 2 s, if the memory has grown by this much since the last time or the server has become idle.
+# Freed memory is returned to the system every 2 s (20 ticks), if the process has grown by this many bytes since the
+# last time, or has become idle.
 _TICKS_PER_TRIM, _GROWTH_BYTES = 20, 4 << 20
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,10 @@ class ConnectionLimits:
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Bind the address before anything expensive is loaded. The caller, or `serve`, starts listening."""
+    """Return a socket that is bound to the address; `serve` makes it listen. ValueError: the address cannot be used.
+
+    Call it before anything expensive is loaded, so that a wrong address is reported at once.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -181,13 +186,13 @@ def _allowed_connections(count: int) -> tuple[int, int]:
 class _HeaderLimit:
     """Rejects requests with large headers. h11 only limits headers that arrive in several pieces."""
 
-    def __init__(self, app: Any, most: int) -> None:
-        self._app, self._most = app, most
+    def __init__(self, app: Any, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         size = len(scope["raw_path"]) + len(scope["query_string"])
         size += sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"])
-        if size <= self._most:
+        if size <= self._max_bytes:
             return await self._app(scope, receive, send)
         headers = [(b"content-length", b"0"), (b"connection", b"close")]
         await send({"type": "http.response.start", "status": 431, "headers": headers})
@@ -227,7 +232,7 @@ class _Server(uvicorn.Server):
             logger.info("example: %s", self._example(url))
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times per second. Free memory of the heap goes back to the system: malloc keeps it."""
+        """Called by uvicorn ten times per second. Returns freed heap memory to the system, which malloc would keep."""
         if counter % _TICKS_PER_TRIM == 0 and self._should_trim():
             self._activity_at_trim = self._activity()
             await asyncio.to_thread(trim_heap)
@@ -240,7 +245,7 @@ class _Server(uvicorn.Server):
         return not self.server_state.tasks and self._activity() != self._activity_at_trim
 
     def _activity(self) -> tuple[int, int]:
-        """Requests so far and open connections: connections that send no request use memory, too."""
+        """Return (requests so far, open connections): connections that send no request use memory, too."""
         return self.server_state.total_requests, len(self.server_state.connections)
 
     def _create_accept_queue(self, bound: socket.socket) -> AcceptQueue:
@@ -290,17 +295,17 @@ class _Connection(H11Protocol):
     _write_timer: asyncio.TimerHandle | None = None
 
     @classmethod
-    def count_room(cls, most: int) -> int | None:
-        """Return how many connections, up to `most`, the server can take without closing a protected one; None if there
-        will be no room before a request is finished."""
+    def count_room(cls, wanted: int) -> int | None:
+        """Return how many connections, up to `wanted`, the server can take without closing a protected one; None if
+        there will be no room before a request is finished."""
         room = cls.limits.connections - len(cls.open)
         if room + len(cls.unread) + len(cls.waiting) + len(cls.receiving) <= 0:
             return None
         latest = time.monotonic() - cls.limits.protected_seconds
         for queue in (cls.waiting, cls.receiving):
             unprotected = itertools.takewhile(lambda since: since <= latest, queue.values())
-            room += sum(1 for _ in itertools.islice(unprotected, max(0, most - room)))
-        return max(0, min(room, most))
+            room += sum(1 for _ in itertools.islice(unprotected, max(0, wanted - room)))
+        return max(0, min(room, wanted))
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -313,7 +318,8 @@ class _Connection(H11Protocol):
             self._close_longest_waiting(self.limits.protected_seconds if excess <= MAX_HEALTH_CONNECTIONS else 0)
 
     def _close_longest_waiting(self, protected_seconds: float) -> None:
-        """Clients that open connections without sending requests must not keep others out."""
+        """Close the connection that has waited longest for a request, unless it is protected: clients that open
+        connections without sending requests must not keep others out."""
         latest = time.monotonic() - protected_seconds
         for queue in (self.waiting, self.receiving):
             longest = next(iter(queue), None)
@@ -342,7 +348,7 @@ class _Connection(H11Protocol):
         self._start_drain_timer()
 
     def _enter_queue(self) -> None:
-        """Keep the position in a queue that the connection is already in."""
+        """Put the connection into the queue of its state, if any; keep its position if it is already there."""
         queues = {h11.IDLE: self.waiting, h11.SEND_BODY: self.receiving}
         queue = None if self.transport.is_closing() else queues.get(self.conn.their_state)
         if queue is None or self not in queue:
@@ -367,7 +373,8 @@ class _Connection(H11Protocol):
             self._start_drain_timer()
 
     def _start_drain_timer(self) -> None:
-        """Limit the time for the end of a response, which asyncio has buffered: no later write is paused for it."""
+        """Limit the time until the client has read the end of a response that asyncio has buffered: no write follows
+        that would start the timer of `pause_writing`."""
         if self._write_timer is None and self.transport.get_write_buffer_size():
             self._write_timer = self.loop.call_later(self.limits.stalled_seconds, self._abort_if_unread)
 
@@ -404,7 +411,7 @@ class _Connection(H11Protocol):
 def serve_in_thread(
     app: Any, name: str, host: str = "127.0.0.1", limits: ConnectionLimits | None = None
 ) -> Iterator[int]:
-    """Serve from a thread on a free port, which is returned, until the block is left."""
+    """Context in which a thread serves `app` on a free port; yields the port."""
     with bind_socket(host, 0) as bound:
         server = create_server(app, name, limits or ConnectionLimits(), "/v1", signals=False)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])), name="server", daemon=True)

@@ -122,7 +122,7 @@ class _Server:
         self._freeze_state()
 
     def _reap(self) -> None:
-        """Reap killed workers, and kill their orphans, which this process has adopted from whatever session."""
+        """Reap killed workers, and kill their orphans, which this process has adopted, also those in other sessions."""
         self._dying = {pid for pid in self._dying if not os.waitpid(pid, os.WNOHANG)[0]}
         for orphan in set(process_tree.children(os.getpid())) - self._own - self._workers - self._dying:
             process_tree.kill_tree(orphan)
@@ -208,13 +208,13 @@ def _read_calls(received: BinaryIO, size: int) -> list[tuple[bytes, bytes, list[
     ][::-1]
 
 
-def _has_grown(at_start: int, most: int) -> bool:
-    """Whether this process holds `most` bytes more than at its start, also after free memory is returned."""
-    if process_tree.resident_bytes() - at_start <= most:
+def _has_grown(at_start: int, max_growth: int) -> bool:
+    """Whether this process holds over `max_growth` bytes more than at its start, also after free memory is returned."""
+    if process_tree.resident_bytes() - at_start <= max_growth:
         return False
     gc.collect()
     trim_heap()
-    return process_tree.resident_bytes() - at_start > most
+    return process_tree.resident_bytes() - at_start > max_growth
 
 
 _load_function = functools.lru_cache(pickle.loads)

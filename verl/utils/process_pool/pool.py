@@ -257,7 +257,7 @@ class ProcessPool:
             )
             try:
                 worker.send()
-            except OSError:  # it ended before it could read; only its first calls can be the cause
+            except OSError:  # it ended before it read all; calls can only be the cause if they are its first
                 self._on_worker_exit(worker, blame_call=not worker.completed)
         while self._prefork and len(self.workers) < self._processes:
             self._fork()
@@ -279,7 +279,8 @@ class ProcessPool:
             with contextlib.suppress(BlockingIOError):
                 while self._wakeup_receiver.recv(4096):
                     pass
-        elif ready.fileobj is self._server.control:  # replies are read by the requests; this event is the server's end
+        elif ready.fileobj is self._server.control:
+            # `ForkServer` reads the replies: this can only be the end of the connection.
             raise EOFError("the fork server ended")
         elif ready.data.pid in self.workers:
             self._read(ready.data)

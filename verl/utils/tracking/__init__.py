@@ -81,7 +81,7 @@ class Tracker:
     """
 
     on_console: ClassVar[bool] = False
-    """Written for a person at a terminal: without short names, and with a few generations only."""
+    """Whether a person reads the output at a terminal: the tracker gets no short names, and only a few generations."""
 
     def __init__(self, run: TrackedRun) -> None:
         raise NotImplementedError
@@ -97,7 +97,7 @@ class Tracker:
 
     @classmethod
     def check(cls) -> None:
-        """Raise ValueError, before training, if it could not be opened."""
+        """Raise ValueError if the tracker cannot be opened. Called before training."""
 
     @classmethod
     def folder(cls, run: TrackedRun) -> Path | None:
@@ -113,8 +113,9 @@ class Tracking:
     """Sends metrics to all chosen trackers.
 
     `default_backend`: one or several of console, file, tensorboard, wandb, mlflow, swanlab, trackio. `config` (a
-    dataclass, DictConfig or dict) is stored with the run by trackers that can. A tracker that fails during training (a
-    full disk, an unreachable server) loses its own record: a warning, counted in `failures`; the run continues.
+    dataclass, DictConfig or dict) is stored with the run by trackers that support it. A tracker that fails during
+    training (a full disk, an unreachable server) loses the record, which is logged and counted in `failures`; the run
+    continues.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Tracking:
         `console`: `line` (one line per step) or `full`. `total_steps`: the last step, for the remaining time.
 
         `first_step`: the first step that will be logged, if known: 0 of a new run, N + 1 of one resumed from step N.
-        Trackers that can replace existing records from there on.
+        Trackers that support it replace existing records from that step on.
         """
         names = check_backends(default_backend)
         run = TrackedRun(

@@ -15,7 +15,7 @@ from verl.utils.disk import JsonLines, to_json
 from verl.utils.logging_setup import collect_step_notes, take_step_notes
 from verl.utils.tracking import Generation, TrackedRun, Tracker, numbers_in, register_tracker
 
-# Steps from which the remaining time is estimated.
+# Number of steps from which the remaining time is estimated.
 _ETA_STEPS = 20
 _SAMPLE_CHARS = 200
 
@@ -98,7 +98,7 @@ class JsonFiles(Tracker):
     Each record is one unbuffered write, so a killed run keeps every step. If `first_step` is known, records of that
     step and later ones (of repeated steps, or of another run of the same name) move to `<name>.superseded.jsonl`;
     metrics logged for the step before it are added to its record. NaN and infinities, which JSON lacks, are the strings
-    "nan", "inf", "-inf": `float(value)` reads all.
+    "nan", "inf", "-inf", which `float(value)` converts back.
     """
 
     def __init__(self, run: TrackedRun) -> None:

@@ -16,7 +16,7 @@ from verl.utils.tracking import Generation, TrackedRun, Tracker, numbers_in, reg
 
 
 class _HostedTracker(Tracker):
-    """Base of packages with the interface init(project, name, config), log(dict, step), finish()."""
+    """Base of trackers whose package has the functions init(project, name, config), log(dict, step) and finish()."""
 
     package: str
 

@@ -1,1 +1,1 @@
-"""Training engines: forward, backward, optimizer, weights; they know nothing of reinforcement learning."""
+"""Training engines: forward, backward, optimizer and weights, independent of the learning algorithm."""

@@ -56,7 +56,7 @@ class Counts:
     tokens: float
     """Positions with response_mask 1; if the batch has `loss_weights`, the sum of their weights."""
     sequences: float
-    """Trajectories with at least one such position; a row counts as its fraction of its trajectory."""
+    """Trajectories with tokens of response_mask 1; a row counts as its fraction of these tokens of its trajectory."""
 
 
 LossFn: TypeAlias = Callable[
@@ -103,7 +103,7 @@ class TrainEngine(Protocol):
     """Index of this rank's part of a batch, out of `dp_size`; ranks that share rows have the same index."""
     dp_size: int
     collects: bool
-    """Whether results are collected from this rank: from one of the ranks that share rows, which has outputs."""
+    """Whether results are collected from this rank: true on one of the ranks that share rows, which has outputs."""
     device: torch.device
 
     def forward_backward(
@@ -123,15 +123,15 @@ class TrainEngine(Protocol):
     def optimizer_step(self) -> dict[str, float]:
         """Clip the gradient, step, advance the schedule and zero the gradient.
 
-        Returns `grad_norm`, `lr` and one flag per reason to skip a step, which is 1 if the step was skipped. A skipped
-        step leaves weights, moments and schedule unchanged on all ranks. Reasons: a non-finite gradient (`skipped`), no
-        token with loss (`empty`), a float16 loss scale that is still too large (`loss_scale_search`), a learning rate
-        far above the size of the weights (`refused`). With compiled layers also `recompiles`, the number of graphs that
-        this process has compiled since the step before.
+        Returns `grad_norm`, `lr` and one flag per reason to skip a step, 1 if the step was skipped for this reason. A
+        skipped step leaves weights, moments and schedule unchanged on all ranks. Reasons: a non-finite gradient
+        (`skipped`), no token with loss (`empty`), a float16 loss scale that is still too large (`loss_scale_search`), a
+        learning rate far above the size of the weights (`refused`). With compiled layers also `recompiles`, the number
+        of graphs that this process has compiled since the previous step.
         """
 
     def weights_finite(self, thorough: bool) -> bool:
-        """Return whether all weights are finite; with `thorough`, also the outputs of a short forward pass."""
+        """Return whether all trained weights are finite; with `thorough`, also the outputs of a short forward pass."""
 
     def infer(
         self,
@@ -141,7 +141,7 @@ class TrainEngine(Protocol):
         micro: MicroBatching = ALL_ROWS,
         top_k: int = 0,
     ) -> DataProto:
-        """Return the fields without gradient, on the CPU, in the row order of `data`.
+        """Compute the fields `outputs` without gradients; return them on the CPU, in the row order of `data`.
 
         With `meta_info["eager"]` nothing is compiled for this pass.
 

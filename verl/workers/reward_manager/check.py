@@ -25,7 +25,7 @@ _SLOW_SECONDS = 1.0
 _MIN_CALLS = 6
 # Rows whose answers are reported with their scores.
 _SAMPLE_ROWS = 2
-# The first call starts processes and imports modules.
+# Timeouts of the first call, which starts processes and imports modules.
 _FIRST_CALL_SECONDS = 60.0
 _FIRST_CALL_SECONDS_WITH_BUDGET = 10.0
 
@@ -152,7 +152,7 @@ def _cases(rows: Sequence[RewardRow], is_user_function: bool, quick: bool, repor
         for text in responses_with_all_answers(row.data_source, row.ground_truth, others[:5])[: 1 if quick else 2]:
             yield _Case("everything", number, replace(sample, solution_str=text))
     if errors and not is_user_function:
-        text = f"{len(errors)} of {len(rows)} cannot be compared with: {errors[0]}"
+        text = f"{len(errors)} of {len(rows)} are invalid: {errors[0]}"
         report.findings.append(RewardFinding("ground truths", text, "failed"))
 
 

@@ -26,7 +26,7 @@ from verl.utils.process_pool.processes import DoneCallback
 from verl.utils.reward_score.calls import pack_message, receive_message, serve_calls
 
 CALLS_PER_LOOP = 256
-# After this many lost loops without a result in between, calls are executed in their own processes at once.
+# After this many lost loops without a result in between, calls are executed in their own processes instead of a loop.
 _MAX_LOST_LOOPS = 3
 _CHECK_INTERVAL_S = 1.0
 # Additional time in which a loop must report that a call has timed out: a share of the timeout, and a minimum.

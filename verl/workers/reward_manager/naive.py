@@ -32,7 +32,7 @@ FAILED_COLUMN = "scoring_failed"
 # Column of the row's number in the generation request, by which scores are found after rows were reordered or filtered.
 ROW_COLUMN = "row"
 _MAX_PROCESSES = 16
-# `reward_model.on_error`
+# Values of `reward_model.on_error`, and their effect on samples that could not be scored, for messages.
 POLICIES = {"fail": "the run stops", "zero": "they score 0", "mask": "they score 0 and are not trained on"}
 
 _LOGGED_CHARACTERS = 600

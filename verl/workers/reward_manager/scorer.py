@@ -89,7 +89,8 @@ def error_metrics(columns: Mapping[str, Iterable[Any]], prefix: str = "") -> dic
 
 
 class ScorerPool:
-    """Up to `processes` scorer processes of one function, started with the first sample; 0: in the caller's thread.
+    """Up to `processes` scorer processes of one function, started with the first sample. 0: no processes are started,
+    and samples are scored in the caller's thread.
 
     `compute_score(data_source, solution_str, ground_truth, extra_info)` is sent by content (cloudpickle), or, if that
     is not possible, as the text of its file; ValueError if neither is possible. Each call is limited to `timeout`
@@ -110,12 +111,12 @@ class ScorerPool:
         self._arguments = compute_score, processes, timeout, memory_limit, takes_lists, batch_size
         self._compute, self._timeout = compute_score, timeout
         self._takes_lists, self._batch_size = takes_lists, batch_size
-        self._score_here = functools.partial(score_batch if takes_lists else score_row, compute_score)
+        self._score_call = functools.partial(score_batch if takes_lists else score_row, compute_score)
         self._pool = self._loops = None
         self._is_async = is_async(compute_score) and not takes_lists
         if processes:
             registered = registry.user_functions() if compute_score is registry.default_compute_score else {}
-            initializer = functools.partial(load_function, self._score_here, registered)
+            initializer = functools.partial(load_function, self._score_call, registered)
             with self._explained_errors():
                 portable_pickle(initializer)  # raises now, not at the first sample
             self._pool = ProcessPool(processes, initializer=initializer, memory_limit=memory_limit)
@@ -139,7 +140,7 @@ class ScorerPool:
 
         argument: Any = [vars(sample)] if self._takes_lists else vars(sample)
         if self._pool is None:
-            done(0, self._score_in_process(argument), None)
+            done(0, self._score_in_this_process(argument), None)
         else:
             with self._explained_errors():
                 self._enqueue([argument], done)
@@ -193,7 +194,7 @@ class ScorerPool:
             return results
         results = []
         for argument, count in zip(calls, samples, strict=True):
-            results.append(self._score_in_process(argument))
+            results.append(self._score_in_this_process(argument))
             tick(count)
         return results
 
@@ -209,9 +210,9 @@ class ScorerPool:
         assert self._pool is not None
         self._pool.enqueue(call_loaded_function, [(call.row,)], lambda _, *result: call.finish(*result), self._timeout)
 
-    def _score_in_process(self, argument: Any) -> Any:
+    def _score_in_this_process(self, argument: Any) -> Any:
         try:
-            return self._score_here(argument)
+            return self._score_call(argument)
         except MemoryError as error:
             return error
 

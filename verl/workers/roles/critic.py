@@ -49,7 +49,7 @@ class ValueLoss:
             )
             loss = loss * global_share(mask, config.loss_agg_mode, counts.tokens, counts.sequences)
         tokens = mask.sum()
-        term = (loss.detach(), None)  # of the step's loss, which `run_epochs` sums
+        term = (loss.detach(), None)  # one term of the step's loss, the sum over micro-batches and ranks
         metrics = {
             "loss": term,
             "value_loss": term,

@@ -41,7 +41,7 @@ from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender, In
 
 logger = logging.getLogger(__name__)
 
-# By role: the engines of a worker.
+# The engines of a worker, by role.
 PARTS_OF_ROLE = {
     "actor": {"actor"},
     "rollout": {"rollout"},

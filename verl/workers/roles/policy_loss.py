@@ -24,8 +24,8 @@ class PolicyLoss:
     """A `LossFn` of the actor; `outputs` are the fields it needs.
 
     - `own_old_log_probs`: the update is one optimizer step, so the old policy is the current one. Its log-probs are
-      used as old log-probs and recorded by the column `ROW`; the entropy is measured, too.
-    - `distillation`: adds the KL to the teachers, or replaces the policy loss by it (`use_task_rewards`).
+      used as old log-probs and recorded by row (column `ROW`); the entropy is measured, too.
+    - `distillation`: adds the KL to the teachers; without `use_task_rewards`, the KL replaces the policy loss.
     - `correction`: weights tokens by their ratio to the rollout policy, whose log-probs are in the column
       `denominator_log_probs` or, without this column, are the old log-probs.
     """
@@ -155,7 +155,7 @@ class PolicyLoss:
 
 
 def _loss_term(value: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """Return the metric of a term of the step's loss, which `run_epochs` sums over micro-batches and ranks."""
+    """Return the metric of a term of the step's loss, which is the sum over micro-batches and ranks."""
     return value.detach(), None
 
 

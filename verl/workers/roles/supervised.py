@@ -62,7 +62,7 @@ class SupervisedWorker(CheckpointedWorker):
 
 
 INDEX_COLUMN = "row"
-"""Column [rows]: index of the row in the batch; of a response among all responses of the step."""
+"""Column [rows]: index of the row in the batch; in reward-model training, index among all responses of the step."""
 RECORDS_ROWS = "records_rows"
 """Key of `meta_info`: whether the results that the recording needs are returned."""
 
@@ -74,7 +74,8 @@ _MODEL_KEYS = ("path", "trust_remote_code", "override_config")
 def token_mean_loss(
     output: dict[str, torch.Tensor], data: DataProto, counts: Counts
 ) -> tuple[torch.Tensor, dict[str, SumAndCount]]:
-    """A `LossFn`: the mean over all tokens with `response_mask` 1 of the step, over all ranks and micro-batches."""
+    """A `LossFn`: the negative log-likelihood, averaged over the step's tokens with `response_mask` 1, weighted by
+    `loss_weights` if given, on all ranks."""
     total, tokens = negative_log_likelihood(output["log_probs"], data)
     return total / (counts.tokens or 1.0), {"loss": (total, tokens)}
 
@@ -200,7 +201,7 @@ TOKENS = ("input_ids", "attention_mask")
 PAIRS_COLUMN = "pairs"
 """Column [rows, max pairs, 4]: `INDEX_COLUMN` of the rejected response (-1: no pair), preference, margin, weight."""
 GRADIENT_COLUMN = "score_gradients"
-"""Column [rows]: derivative of the step's loss by each score, from pairs that are not in `PAIRS_COLUMN`."""
+"""Column [rows]: gradient of the step's loss with respect to each score, from pairs that are not in `PAIRS_COLUMN`."""
 
 
 class PreferenceLoss:

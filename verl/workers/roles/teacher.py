@@ -15,7 +15,7 @@ from verl.workers.roles.training import explain_out_of_memory, infer_columns, lo
 
 
 class TeacherWorker(Worker):
-    """One rank of every local teacher; idle teachers are offloaded."""
+    """One rank of every local teacher; between calls, teachers are offloaded as configured."""
 
     def __init__(self, config: DistillationConfig, student: ModelConfig) -> None:
         """Teachers are loaded with the student's settings, except its `override_config`."""

@@ -41,7 +41,7 @@ class Load:
     kv_cache_bytes: int | None = _reported("Device memory of the KV cache now; 0 while it is released.")
     kv_cache_used: float | None = _reported("Share of the KV cache that holds tokens of unfinished requests.")
     preemptions_total: int | None = _reported("Preemptions so far because the KV cache was full; KV is recomputed.")
-    cuda_graphs: int | None = _reported("CUDA graphs captured so far: one per size of steps that has run.")
+    cuda_graphs: int | None = _reported("CUDA graphs captured so far; each executes steps of one size.")
     weight_bytes: int | None = _reported("Device memory of the weights now; 0 while they are released.")
     weight_version: int | None = _reported("Version of the current weights.")
 
@@ -155,8 +155,8 @@ class BaseRollout(ABC):
         """End a failed update, instead of `finish_update`: unfinished requests fail with `error`."""
 
     def raise_on_peers(self, error: Exception) -> None:  # noqa: B027 - a hook
-        """After an error of an update on this rank, called instead of `finish_update`: that of the other ranks that
-        share its engine raises the error, too."""
+        """Called instead of `finish_update` after an update has failed on this rank: `finish_update` on the other ranks
+        that share the engine then raises an error, too."""
 
     @keyword_aliases(iterator="weights")
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
@@ -173,7 +173,7 @@ class BaseRollout(ABC):
             raise
         self.finish_update({name: int(total) for name, total in sums.items()})
 
-    # ---------------------------------------------------------------- memory and life
+    # ---------------------------------------------------------------- memory and lifetime
 
     @staticmethod
     def process_environment(config: RolloutConfig, device: torch.device | str) -> dict[str, str]:
@@ -199,7 +199,8 @@ class BaseRollout(ABC):
         watch_child_processes(on_end)
 
     def restart_if_dead(self) -> bool:
-        """After an EngineDiedError, restart the engine. Return False if it is alive; engines in this process are."""
+        """After an EngineDiedError, make the engine usable again. Return whether it was restarted and has lost its
+        weights; always False for engines in this process."""
         return False
 
     @abstractmethod

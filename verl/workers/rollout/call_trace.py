@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.types.request import Output, SamplingParams
-from verl.utils.counter_noise import sample_keys
+from verl.utils.counter_noise import sample_key
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class ModelCall:
     seconds: float = 0.0
     """Duration of the call."""
     end_ids: frozenset[int] = frozenset()
-    """Tokens at which the engine stops."""
+    """End tokens of the request: `eos_token_ids` and `stop_token_ids`."""
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class _Contexts:
 
     def add(self, context: PromptContext, response: Sequence[int]) -> None:
         """Record a call with a prompt of `context`, and its response."""
-        first_token = array("i", response[:1])  # empty if the response is
+        first_token = array("i", response[:1])  # empty if the response is empty
         prefix = context.digest.copy()
         prefix.update(first_token)
         self._starts.setdefault(prefix.digest(), context.start)
@@ -127,7 +127,7 @@ class CallTrace:
     @classmethod
     def for_sample(cls, seed: int, step: int, uid: str, sample_index: int) -> CallTrace:
         """Return an empty trace of the trajectory `sample_index` of a prompt in a step."""
-        return cls(sample_keys(seed, step, uid, sample_index), uid)
+        return cls(sample_key(seed, step, uid, sample_index), uid)
 
     @property
     def generate_s(self) -> float:
@@ -162,8 +162,8 @@ class CallTrace:
         end_ids: frozenset[int] = frozenset(),
         context: PromptContext | None = None,
     ) -> None:
-        """Append a finished call. `end_ids`: tokens at which the engine stops. `context`: `context_of(prompt_ids)`, if
-        already computed."""
+        """Append a finished call. `end_ids`: end tokens of the request. `context`: `context_of(prompt_ids)`, if already
+        computed."""
         self.calls.append(ModelCall(prompt_ids, output, seconds, end_ids))
         self._contexts.add(context or self.context_of(prompt_ids), output.token_ids)
 

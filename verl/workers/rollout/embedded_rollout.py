@@ -190,7 +190,7 @@ class EmbeddedRollout(BaseRollout):
         self.loop.fail(error)
         self.loop.resume("update")
 
-    # ---------------------------------------------------------------- memory and life
+    # ---------------------------------------------------------------- memory and lifetime
 
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         """Release memory. Weights move to host memory, or are discarded until the next update (`free_weights`).

@@ -1,8 +1,8 @@
 """EngineClient: generates with the engine replicas of a run, for agent loops and the gateway.
 
-A `request_id` is a conversation: all of its turns are sent to the same replica, whose prefix cache has their context. A
-first turn is sent to the replica with the fewest requests, or to the replica of its group if that has at most
-`_GROUP_EXTRA_LOAD` more. If a replica is lost, its requests resume on another replica from the reported tokens.
+A `request_id` identifies a conversation: all of its turns are sent to the same replica, whose prefix cache has their
+context. A first turn is sent to the replica with the fewest requests, or to the replica of its group if that has at
+most `_GROUP_EXTRA_LOAD` more. If a replica is lost, its requests resume on another replica from the reported tokens.
 
 Requests created in one iteration of the event loop are sent in one call, and one pending call per replica returns
 outputs: there is no RPC per token or per request.
@@ -32,7 +32,7 @@ from verl.types.request import (
     output_to_resume,
     unfinished_part,
 )
-from verl.utils.counter_noise import sample_keys
+from verl.utils.counter_noise import sample_key
 from verl.utils.progress import StoppedProcess, add_peer, pulse, remove_peer
 from verl.workers.rollout.call_trace import CallTrace, current_trace
 from verl.workers.rollout.engine_host import CollectedOutputs, RequestOutput
@@ -153,7 +153,7 @@ class EngineClient:
             raise ValueError("generate: images and videos are not supported. Omit image_data and video_data.")
         prompt_ids = [int(token) for token in prompt_ids]
         self._check_tokens("prompt_ids", prompt_ids)
-        trace = current_trace() or CallTrace(noise_key=sample_keys(0, 0, request_id, 0))
+        trace = current_trace() or CallTrace(noise_key=sample_key(0, 0, request_id, 0))
         run_params = trace.params or self._params
         params = self._override(run_params, sampling_params)
         context = trace.context_of(prompt_ids)
@@ -291,9 +291,9 @@ class EngineClient:
         order = [alive[(self._next_preferred + step) % len(alive)] for step in range(len(alive))]
         self._next_preferred += 1
         least_loaded = min(order, key=lambda replica: replica.load)
-        of_group = self._replica_of_group.get(group, least_loaded)
-        use_group = of_group.lost is None and of_group.load <= least_loaded.load + _GROUP_EXTRA_LOAD
-        replica = of_group if use_group else least_loaded
+        group_replica = self._replica_of_group.get(group, least_loaded)
+        use_group = group_replica.lost is None and group_replica.load <= least_loaded.load + _GROUP_EXTRA_LOAD
+        replica = group_replica if use_group else least_loaded
         for key, stored in ((request_id, self._replica_of_conversation), (group, self._replica_of_group)):
             stored[key] = replica
             if len(stored) > MAX_STORED_REPLICAS:
@@ -304,7 +304,7 @@ class EngineClient:
         return f"{self._client}/{next(self._serial)}"
 
     def _override(self, run_params: SamplingParams, overrides: Mapping[str, Any]) -> SamplingParams:
-        """Return the parameters of the run with those of one call; ValueError for unknown or invalid ones."""
+        """Return the parameters of the run, overridden by those of one call; ValueError for unknown or invalid ones."""
         values = parse_sampling_params("generate", overrides, _IGNORED_PARAMS)
         self._check_tokens("logit_bias", [token for token, _ in values.get("logit_bias", ())])
         return replace(run_params, **values)

@@ -59,7 +59,10 @@ class HFRollout(EmbeddedRollout):
         hf_config = read_hf_config(model_path, model_config)
         self.model = load_module(model_path, hf_config, model_config, config.load_format, device, dtype)
         if getattr(self.model, "_is_stateful", False):
-            raise ValueError(f"name: hf cannot decode {type(self.model).__name__}, whose state is not a KV cache.")
+            raise ValueError(
+                f"name: hf cannot decode {type(self.model).__name__}, whose state is not a KV cache. Use another"
+                " engine."
+            )
         region = pack_module(self.model, device, dtype)
         self.model.eval().requires_grad_(False)
         weights = EngineWeights(self.model.state_dict(), region, dtype, keep=not config.free_weights)

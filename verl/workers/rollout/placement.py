@@ -97,9 +97,10 @@ def _gather_placements(device: torch.device, size: int) -> tuple[int, list[_Plac
 def _devices_of_group(placements: list[_Placement], size: int) -> list[str]:
     hosts = dict.fromkeys(host for host, _ in placements)
     if len(placements) < size or len(hosts) > 1:
-        problem = f"there are {len(placements)}" if len(placements) < size else f"they are on {' and '.join(hosts)}"
+        available = f"there are only {len(placements)}"
+        problem = available if len(placements) < size else f"its ranks are on {' and '.join(hosts)}"
         raise ValueError(
-            f"tensor_model_parallel_size: an engine of {size} ranks runs on one machine, but {problem}."
+            f"tensor_model_parallel_size: an engine needs {size} ranks on one machine, but {problem}."
             " Lower it, or choose n_gpus_per_node as a multiple of it."
         )
     return [device_id for _, device_id in placements]
@@ -147,8 +148,8 @@ _START_STEPS = {
     "capture_model": "capturing CUDA graphs",
     "init_device_graphs": "capturing CUDA graphs",
 }
-_COMPILER = ("/torch/_dynamo/", "/torch/_inductor/")
-_IMPORT = "_find_and_load"
+_COMPILER_FOLDERS = ("/torch/_dynamo/", "/torch/_inductor/")
+_IMPORT_FUNCTION = "_find_and_load"
 
 
 @contextmanager
@@ -167,10 +168,10 @@ def engine_start(name: str) -> Iterator[None]:
 def start_step(stack: Stack) -> str | None:
     """The step of an engine's start with this stack; None: unknown."""
     for frame in stack:
-        if frame.function != "<module>" and any(folder in frame.file for folder in _COMPILER):
+        if frame.function != "<module>" and any(folder in frame.file for folder in _COMPILER_FOLDERS):
             return "compiling the model"
         if frame.function in _START_STEPS:
             return _START_STEPS[frame.function]
-        if frame.function == _IMPORT:
+        if frame.function == _IMPORT_FUNCTION:
             return "importing packages"
     return None

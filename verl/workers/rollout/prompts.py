@@ -19,7 +19,7 @@ from verl.models.loading import read_config
 from verl.protocol import DataProto, object_array
 from verl.types.request import Output, Request, SamplingParams
 from verl.types.trajectory import Row, Trajectory
-from verl.utils.counter_noise import sample_keys
+from verl.utils.counter_noise import sample_key
 from verl.utils.dataset.tokens import pad_left
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
@@ -76,7 +76,7 @@ def parse_sampling_params(
         if parameter in _SETTABLE:
             parsed[parameter] = _PARSERS[parameter](value) if parameter in _PARSERS else value
         elif parameter not in ignored:
-            raise ValueError(f"{method}: no sampling parameter {name!r}. There are {sorted(_SETTABLE)}.")
+            raise ValueError(f"{method}: unknown sampling parameter {name!r}. Use one of {sorted(_SETTABLE)}.")
     return parsed
 
 
@@ -269,7 +269,7 @@ class RolloutJob:
             self._variants[variant] = replace(
                 self.params, do_sample=task.sampled, max_new_tokens=limit, min_new_tokens=minimum
             )
-        params = self._variants[variant].with_key(sample_keys(self.seed, task.step, uid, task.trajectory.sample_index))
+        params = self._variants[variant].with_key(sample_key(self.seed, task.step, uid, task.trajectory.sample_index))
         return Request(new_request_id(task.name), task.prompt_ids, params, uid, task.partial)
 
     def pack(self, trajectories: Sequence[Trajectory], no_experts: np.ndarray | None) -> DataProto:

@@ -37,7 +37,7 @@ class TokenSource(Protocol):
 
     def stream(self, request: Any, generated: list[int]) -> AsyncGenerator[StreamEvent | None, None]:
         """Stream the events of a request. `generated`: its tokens so far; the caller appends the tokens of each event.
-        Yields None whenever the request is sent. Closing the generator aborts the request."""
+        Yields None each time before the request is sent. Closing the generator aborts the request."""
 
     def pause(self) -> None:
         """Abort running requests and hold new requests; streams end after their last sampled token."""
@@ -202,13 +202,16 @@ class ResendingStepEngine(ServerStepEngine):
 
 
 def params_after(params: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the sampling parameters of a request that is sent again after `count` generated tokens, with the names of
-    vLLM and TensorRT-LLM."""
-    rest = params | {"max_tokens": params["max_tokens"] - count, "min_tokens": max(0, params["min_tokens"] - count)}
+    """Return the sampling parameters of a request that is sent again after `count` generated tokens. Parameters have
+    the names that vLLM and TensorRT-LLM use."""
+    remaining = params | {
+        "max_tokens": params["max_tokens"] - count,
+        "min_tokens": max(0, params["min_tokens"] - count),
+    }
     if "seed" in params:
         # Engines draw noise from the first token of a request on, so the continuation needs another seed.
-        rest["seed"] = engine_seed(params["seed"], count)
-    return rest
+        remaining["seed"] = engine_seed(params["seed"], count)
+    return remaining
 
 
 def _cancel(streams: list[_Stream]) -> None:

@@ -296,11 +296,7 @@ def accept_reported(
 
 
 def log_prob_factors(params: SamplingParams, log_probs_after_filtering: bool) -> LogProbFactors:
-    """Return the factors for a request.
-
-    They are for the log-prob of the policy at the request's temperature, for that at temperature 1, and for that under
-    the distribution that was sampled from.
-    """
+    """Return the factors for a request. `log_probs_after_filtering`: see `accept_reported`."""
     truncates = params.truncated and log_probs_after_filtering
     policy = math.nan if params.penalised or params.logit_bias or truncates else 1.0
     raw = policy if params.greedy or params.temperature == 1 else math.nan
@@ -353,11 +349,11 @@ def accept_reported_experts(sequence: Sequence, experts: np.ndarray, version: in
 def check_reported_log_probs(
     engine: str, top_log_probs: TopLogProbsFn, vocab_size: int, log_probs_after_filtering: bool, dtype: torch.dtype
 ) -> bool:
-    """Raise RuntimeError unless the log-probs that an engine reports are those of the distribution it samples from: at
-    the requested temperature, and with top-k after filtering if `log_probs_after_filtering`, else before it.
+    """Raise RuntimeError unless an engine reports log-probs at the requested temperature that, with top-k, are
+    normalised over the kept tokens if `log_probs_after_filtering`, else over all tokens.
 
-    `engine`: name and version, for the message. `dtype`: that of the engine's logits. Returns False if the model cannot
-    tell, because its next tokens are equally likely or its log-probs are not finite.
+    `engine`: name and version, for the message. `dtype`: that of the engine's logits. Returns False if the check is not
+    possible with the current weights: the most likely tokens are equally likely, or log-probs are not finite.
     """
     noise = _ROUNDING * torch.finfo(dtype).eps
     by_temperature = {temperature: _most_likely(top_log_probs(temperature, -1)) for temperature in _TEMPERATURES}
@@ -396,14 +392,15 @@ def _check_temperature(
     if abs(reported - expected) > _TOLERANCE * max(1.0, expected) + noise / temperature:
         _reject(
             engine,
-            f"two tokens {expected:.4f} apart at temperature {temperature} are reported {reported:.4f} apart",
+            f"the log-probs of two tokens should differ by {expected:.4f} at temperature {temperature}, but differ by"
+            f" {reported:.4f}",
         )
 
 
 def _check_normalised(engine: str, log_probs: Mapping[int, float], candidates: int, setting: str) -> None:
     """Reject log-probs if the probabilities of all `candidates` cannot add up to 1.
 
-    Those that are not reported are at most as large as the smallest reported one.
+    Probabilities that are not reported are at most as large as the smallest reported one.
     """
     reported = sum(math.exp(value) for value in log_probs.values())
     unreported = (candidates - len(log_probs)) * math.exp(min(log_probs.values()))

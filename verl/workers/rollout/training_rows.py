@@ -28,7 +28,7 @@ def rows_from_trajectories(
     with_experts: bool = True,
     no_experts: np.ndarray | None = None,
 ) -> DataProto:
-    """The generated batch, on the CPU: trajectories in order, the rows of each adjacent.
+    """The generated batch, on the CPU: trajectories in order; the rows of a trajectory are adjacent.
 
     Prompts are left-padded to the longest prompt or to `prompt_length`, responses right-padded to the longest or to
     `response_length`. `response_mask` is 1 exactly on tokens that the model sampled (including end tokens) in finished
@@ -89,7 +89,7 @@ def trajectories_from_rows(batch: DataProto) -> list[Trajectory]:
     columns = batch.non_tensor_batch
     width = batch.batch["responses"].shape[1]
     mask = batch.batch["attention_mask"].bool().numpy()
-    arrays = {name: batch.batch[name].numpy() for name in _BY_TOKEN if name in batch.batch.keys()}
+    arrays = {name: batch.batch[name].numpy() for name in _TOKEN_COLUMNS if name in batch.batch.keys()}
     trajectories: list[Trajectory] = []
     for number, name in enumerate(columns["trajectory"]):
         prompt_width = mask.shape[1] - width
@@ -108,13 +108,14 @@ def trajectories_from_rows(batch: DataProto) -> list[Trajectory]:
     return trajectories
 
 
-_BY_TOKEN = ("responses", "rollout_log_probs", "rollout_versions", "rollout_drawn_log_probs")
+_TOKEN_COLUMNS = ("responses", "rollout_log_probs", "rollout_versions", "rollout_drawn_log_probs")
 
 
-def _turns_from_row(tokens: Mapping[str, np.ndarray], described: Sequence[Any] | None) -> list[Turn]:
-    """The turns of a row. `described`: its `agent_turns` (see `_agent_columns`); None: one turn of the model."""
+def _turns_from_row(tokens: Mapping[str, np.ndarray], agent_turns: Sequence[Any] | None) -> list[Turn]:
+    """The turns of a row. `agent_turns`: see `_agent_columns`; None: one turn of the model."""
     length = len(tokens["responses"])
-    spans: Sequence[Any] = described if described is not None else [("model", length, None, None)] if length else []
+    model_turn = [("model", length, None, None)] if length else []
+    spans: Sequence[Any] = model_turn if agent_turns is None else agent_turns
     turns, start = [], 0
     for source, count, name, reward in spans:
         part: dict[str, Any] = {column: values[start : start + count] for column, values in tokens.items()}

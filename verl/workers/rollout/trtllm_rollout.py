@@ -172,7 +172,7 @@ def watch_actors(on_end: Callable[[str], None]) -> None:
 # ---------------------------------------------------------------- tokens
 
 _FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
-# Id of no token. The end tokens of a request are passed as stop tokens, which are reported.
+# An id that no token has. End tokens are passed as `stop_token_ids`, which the engine reports, not as `end_id`.
 _NO_TOKEN = -1
 
 
@@ -229,7 +229,8 @@ class TRTLLMSource:
 
     async def top_log_probs(self, temperature: float, top_k: int) -> Mapping[int, float]:
         """Log-probs of the most likely tokens after `PROBE_PROMPT`."""
-        params = _sampling_params({"temperature": temperature, "top_k": max(0, top_k), "max_tokens": 1, "end_id": -1})
+        arguments = {"temperature": temperature, "top_k": max(0, top_k), "max_tokens": 1, "end_id": _NO_TOKEN}
+        params = _sampling_params(arguments)
         params.logprobs = PROBE_TOP_TOKENS
         output = await self._llm.generate_async({"prompt_token_ids": list(PROBE_PROMPT)}, params)
         (log_probs,) = output.outputs[0].logprobs
@@ -261,7 +262,7 @@ def sampling_arguments(sequence: TokenSequence, vocab_size: int) -> dict[str, An
         "include_stop_str_in_output": True,
         "repetition_penalty": params.repetition_penalty,
         "embedding_bias": _bias_tensor(params.logit_bias, vocab_size),
-        # 0: of the sampled token only.
+        # 0: report the log-prob of the sampled token only.
         "logprobs": 0,
         "detokenize": False,
     }

@@ -123,7 +123,7 @@ class BroadcastSender:
             if self.group is not None:
                 header = {"version": version, "dtype": dtype_name(self.dtype), "manifest": _manifest_json(manifest)}
                 self.group.broadcast_json(header | {"trained": None if trained is None else sorted(trained)})
-                if trained is not None:
+                if trained is not None:  # receivers set their flag if they still request frozen weights
                     frozen_missing = [bool(self.group.failed_members(False))]
         finally:
             if trained is not None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -131,7 +131,8 @@ class BroadcastSender:
         return frozenset(manifest) if trained is None or frozen_missing[0] else trained
 
     def _requests(self, manifest: Manifest, names: frozenset[str]) -> list[RequestedRows]:
-        """The rows that each training rank gathers: rank 0, which sends, those of the weights `names`."""
+        """Return the rows that each training rank receives: all rows of the weights `names` on rank 0, which sends
+        them; none on other ranks."""
         no_rows: RequestedRows = {}
         requested = [no_rows] * (dist.get_world_size() if dist.is_initialized() else 1)
         requested[0] = {name: rows for name, rows in all_rows(manifest).items() if name in names}
@@ -193,7 +194,7 @@ class _Loader:
         self.begun = False
 
     def requests_others(self, trained: Sequence[str]) -> bool:
-        """Whether the engine requests weights besides these."""
+        """Return whether the engine requests weights that are not in `trained`."""
         return self._requested_rows is None or not self._requested_rows.keys() <= set(trained)
 
     def begin(self, header: dict[str, Any]) -> None:
@@ -233,7 +234,7 @@ def _weight_name(key: str | TensorSlice) -> str:
 
 
 def _manifest_json(manifest: Manifest) -> list[tuple[str, list[int], str]]:
-    """(name, shape, dtype) of every weight, for a JSON header."""
+    """Return (name, shape, dtype) of every weight, for a JSON header."""
     return [(name, list(spec.shape), dtype_name(spec.dtype)) for name, spec in manifest.items()]
 
 
@@ -248,7 +249,7 @@ class WeightSource(Protocol):
 
 
 def weight_source(engine: Any, rollout: BaseRollout) -> WeightSource:
-    """The weights of a training engine as this rollout receives them: LoRA adapters merged or separate."""
+    """Return the weights of a training engine as this rollout receives them: LoRA adapters merged or separate."""
     unmerged = engine.unmerged() if rollout.applies_adapters else None
     return engine if unmerged is None else unmerged
 

@@ -174,6 +174,11 @@ def test_ending_early_is_no_pass(program):
     assert scored(program, MBPP)["score"] == 0.0
 
 
+def test_an_array_without_dimensions_is_not_empty():
+    test = "import numpy as np\nassert np.allclose(f(3), 3.0)"
+    assert scored("import numpy as np\ndef f(x): return np.asarray(float(x))", [test])["score"] == 1.0
+
+
 def test_one_assertion_that_fails_costs_only_itself():
     """By time, by the end of its process, by an exception: the judge of the next test is ready, or another one is."""
     tests = [f"assert f({number}) == {number}" for number in range(5)]

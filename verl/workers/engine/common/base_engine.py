@@ -62,7 +62,7 @@ class EngineOptimizer(Protocol):
         """Number of trainable weights over all ranks."""
 
     def gather_gradients(self) -> None:
-        """Complete the gradients of all micro-batches. RuntimeError without a backward pass."""
+        """Finish the reduction of gradients over ranks after the last micro-batch. RuntimeError without gradients."""
 
     def norms(self) -> tuple[float, float]:
         """Return the norms of gradients and weights, equal on every rank."""
@@ -78,7 +78,7 @@ class EngineOptimizer(Protocol):
 
 
 class BaseTrainEngine(EngineCheckpointMixin):
-    """Implements `verl.workers.engine.base.TrainEngine` on the hooks `_run_training` and `_run_inference`."""
+    """Implements `verl.workers.engine.base.TrainEngine`; subclasses implement `_run_training` and `_run_inference`."""
 
     collects: bool
     optimizer: EngineOptimizer | None
@@ -347,10 +347,11 @@ class BaseTrainEngine(EngineCheckpointMixin):
 def compile_each_layer(layers: Iterable[nn.Module]) -> None:
     """Compile the forward pass of each layer for any number of tokens; layers of one class share the code.
 
-    Activation checkpointing that transformers has enabled moves into the compiled code. There the backward pass
-    recomputes only what it reads, e.g. not the last projection of a layer, a quarter of its products.
+    Activation checkpointing that transformers has enabled moves into the compiled code, whose backward pass recomputes
+    only the activations that it reads: not the output of a layer's last projection, for example, which takes about a
+    quarter of the layer's matrix operations.
     """
-    options = _code_for_all_sizes()
+    options = _inductor_options()
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             layer.gradient_checkpointing = False
@@ -368,9 +369,9 @@ def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **k
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _code_for_all_sizes() -> dict[str, bool]:
-    """Options of Inductor without which code is compiled again when the size of a pass crosses a threshold: it fuses
-    reductions over tokens and over features only in large passes."""
+def _inductor_options() -> dict[str, bool]:
+    """Return options of Inductor that prevent recompilation when the size of a pass crosses a threshold: by default, it
+    fuses reductions over tokens with reductions over features only in large passes."""
     from torch._inductor import config
 
     if hasattr(config.triton, "mix_order_reduction_non_strict_mode"):
@@ -387,8 +388,8 @@ def compiled_graphs() -> int:
 
 @contextmanager
 def compiled_pass(compiled: bool, name: str) -> Iterator[None]:
-    """Context of a pass of layers that may be compiled: settings of the compiler; its errors are raised as RuntimeError
-    with the model and a remedy."""
+    """Context of a pass through layers that may be compiled: applies compiler settings, and raises compiler errors as
+    RuntimeError with the model's name and a remedy."""
     if not compiled:
         yield
         return
@@ -408,5 +409,5 @@ def compiled_pass(compiled: bool, name: str) -> Iterator[None]:
 
 
 def force_eager(compiled: bool) -> AbstractContextManager[Any]:
-    """Context without compilation, for a few tokens: compiling for their shape would take longer than the pass."""
+    """Context that runs compiled layers eagerly, for passes of a few tokens that take less time than compilation."""
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()

@@ -23,7 +23,7 @@ from verl.workers.engine.common.sharded_checkpoint import stored_tensors
 
 MODEL_JSON = "model.json"
 NOT_SAVED = "not saved in it"
-"""Beginning of the difference of a checkpoint that lacks some of the contents to load."""
+"""Prefix of the message about a checkpoint that lacks some of the contents to load."""
 
 # In messages: number of items of a list, and characters of a value.
 _MAX_SHOWN, _MAX_CHARACTERS = 4, 60
@@ -98,7 +98,7 @@ def model_differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) ->
     """
     kinds = []
     if "kind" in stored and "kind" in expected and stored["kind"] != expected["kind"]:
-        kinds = [f"it is of a {stored['kind']} model, not of a {expected['kind']} model"]
+        kinds = [f"it was saved from a {stored['kind']} model, not from a {expected['kind']} model"]
     configs = stored.get("config") or {}, expected.get("config") or {}
     same_version = configs[0].get("transformers_version") == configs[1].get("transformers_version")
     fields = _unequal_fields(*configs, strict=same_version)

@@ -100,7 +100,10 @@ class CheckpointState(Protocol):
         """Return the live tensors and a copy of all small state. A collective."""
 
     def sizes(self, contents: Collection[str]) -> list[int]:
-        """Return the bytes of each of this rank's tensors in such a checkpoint, all moments included. No collective."""
+        """Return the size in bytes of each of this rank's tensors in a checkpoint with `contents`. No collective.
+
+        All moments are included, also before the first step.
+        """
 
     def write(
         self, snapshot: StateSnapshot, folder: Path, export: HFExport | None, group: dist.ProcessGroup | None
@@ -117,11 +120,12 @@ class CheckpointState(Protocol):
 class BackgroundSaver:
     """Copies an engine's state to host memory and writes the copy in the background, one save at a time.
 
-    Created by all ranks together.
+    Creating one is a collective.
     """
 
     def __init__(self, device: torch.device, mesh: DeviceMesh | None, expected_contents: Collection[str]) -> None:
-        """`mesh`: that of the engine's DTensors; `expected_contents`: of the checkpoints to preallocate memory for."""
+        """`mesh`: the mesh of the engine's DTensors, if any. `expected_contents`: the contents of future checkpoints,
+        for which `preallocate` allocates memory."""
         self._expected_contents = expected_contents
         self._group = groups.background_group()
         # Copies have the layout of the tensors on the devices; no communication happens over this mesh.
@@ -149,7 +153,7 @@ class BackgroundSaver:
         folder: Path,
         export: HFExport | None,
     ) -> None:
-        """Start to copy the tensors of `snapshot`, and to write the copy under `folder`."""
+        """Start copying the tensors of `snapshot`; the copy is then written under `folder` in the background."""
 
         def copy_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             shards = {name: local_shard(value) for name, value in tensors.items()}

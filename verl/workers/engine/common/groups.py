@@ -76,7 +76,7 @@ def node_group() -> NodeGroup:
 def background_group() -> dist.ProcessGroup | None:
     """Create a group of all ranks for background writes, separate from the collectives of training; None with a single
     rank. A collective."""
-    # A rank may have to wait while another rank writes its files.
+    # Long timeout: a rank may have to wait while another rank writes its files.
     return dist.new_group(backend="gloo", timeout=timedelta(hours=1)) if dist.get_world_size() > 1 else None
 
 

@@ -142,8 +142,8 @@ class HostSnapshot:
         emptied: list[list[Future[None]]] = [[] for _ in self._staging]
         filled: list[tuple[int, torch.cuda.Event, int, int]] = []
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            for turn, (begin, end, parts) in enumerate(_windows(pieces)):
-                slot = turn % _BUFFERS
+            for number, (begin, end, parts) in enumerate(_windows(pieces)):
+                slot = number % _BUFFERS
                 if len(filled) == _BUFFERS - 1:
                     self._empty(filled.pop(0), emptied, threads)
                 for done in emptied[slot]:

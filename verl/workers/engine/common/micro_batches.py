@@ -26,7 +26,7 @@ from verl.workers.engine.common.prefix_sharing import BatchPrefixTree, shared_mi
 _Part = TypeVar("_Part")
 
 SET_COLUMN = "together"
-"""Optional column [rows]: rows with the same number form a set in one micro-batch, even above its limit."""
+"""Optional column [rows]: rows with the same number form a set that is not split, even if it exceeds the limit."""
 
 
 def micro_batches(
@@ -85,8 +85,9 @@ def micro_batch_rows(
     """Return the row indices of each micro-batch; every row occurs once. `lengths` are tokens per row.
 
     With `size`, consecutive rows. With `max_tokens`, micro-batches of about equal cost in descending order, so that all
-    ranks are busy for about the same time; a row over the limit forms its own micro-batch. Their number is minimal, but
-    `at_least` if there are enough rows. Rows with the same number in `together` are treated as one row.
+    ranks are busy for about the same time; a row over the limit forms its own micro-batch. The number of micro-batches
+    is that of a best-fit packing, but `at_least` if there are enough rows. Rows with the same number in `together` are
+    treated as one row.
     """
     count = len(lengths)
     if not count:
@@ -121,7 +122,7 @@ def filler_batch(data: DataProto) -> DataProto:
 
 
 def local_counts(data: DataProto) -> Counts:
-    """Return this rank's valid tokens (weighted by `loss_weights`, if given) and its fraction of their trajectories."""
+    """Return the `Counts` of this rank's rows alone."""
     mask = data.batch["response_mask"] != 0
     weights = data.batch["loss_weights"] * mask if "loss_weights" in data.batch.keys() else mask
     return Counts(tokens=float(weights.sum()), sequences=float(count_sequences(mask, trajectory_tokens(data))))
@@ -208,9 +209,9 @@ def rearrange_micro_batches(
 ) -> tuple[list[TensorDict], list[list[int]]]:
     """Split the rows of `batch`, which has `attention_mask`, into micro-batches of at most `max_token_len` tokens.
 
-    Returns the micro-batches and their row indices. With `dp_group` (a collective) every rank gets the same number; at
-    least `min_num_micro_batch`, and a multiple of `num_batches_divided_by`. A row over the limit is a micro-batch of
-    its own.
+    Returns the micro-batches and their row indices. Their number is at least `min_num_micro_batch` and a multiple of
+    `num_batches_divided_by`; with `dp_group` it is the same on every rank of the group (a collective). A row over the
+    limit forms its own micro-batch.
     """
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     micro = MicroBatching(max_tokens=max_token_len)

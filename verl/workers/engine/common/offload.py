@@ -30,8 +30,8 @@ class EngineMemory:
         optimizer_tensors: Callable[[], Iterable[torch.Tensor]],
         offload_gradients: bool,
     ) -> None:
-        """`optimizer_tensors` returns the current tensors of the optimizer state. `offload_gradients`: also between two
-        micro-batches."""
+        """`optimizer_tensors` returns the current tensors of the optimizer state. `offload_gradients`: whether
+        `before_micro_batch` offloads gradients."""
         self._device = device
         self._model, self._optimizer_tensors = model, optimizer_tensors
         self._weights, self._buffers, self._optimizer_state = (OffloadedTensors(device) for _ in range(3))
@@ -335,7 +335,10 @@ def local_shard(value: torch.Tensor) -> torch.Tensor:
 
 
 def sharded_like(parameter: torch.Tensor, local: torch.Tensor, mesh: DeviceMesh | None = None) -> torch.Tensor:
-    """Return a tensor with the layout of `parameter` and the shard `local`, on its mesh or on `mesh` of that shape."""
+    """Return a tensor with the layout of `parameter` and the shard `local`.
+
+    `mesh`: used instead of the mesh of `parameter`; must have the same shape.
+    """
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

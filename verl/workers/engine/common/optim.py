@@ -114,8 +114,8 @@ class Float32Moments:
     """Expands bfloat16 moments to float32 for one AdamW step, and rounds them back stochastically.
 
     With beta2 = 0.999 a step changes the second moment by about 0.1 %, less than half of bfloat16's spacing (0.4 %):
-    rounded to nearest, it would never change. Stochastic rounding is right on average, with a noise of about 2 % in the
-    step size.
+    rounded to nearest, it would never change. Stochastic rounding is unbiased, with a noise of about 2 % in the step
+    size.
     """
 
     def __init__(self, states: list[dict[str, Any]]) -> None:
@@ -132,7 +132,7 @@ class Float32Moments:
         self._set_moments(self._expanded)
 
     def store(self, generator: torch.Generator) -> None:
-        """Round the moments to bfloat16 and put them back into the optimizer state. `generator`: of the rounding."""
+        """Round the moments to bfloat16 and put them back into the optimizer state. `generator`: of the random bits."""
         round_stochastically(self._flat, generator)
         torch._foreach_copy_(self._stored, self._expanded)
         self._set_moments(self._stored)
@@ -177,8 +177,8 @@ MAX_RELATIVE_STEP, _MIN_WEIGHT_RMS = 100.0, 0.01
 def skip_reason(tokens: float, grad_norm: float, scale_can_decrease: bool, lr: float, weight_rms: float) -> str | None:
     """Return which of `REASONS` applies to a step, or None to take the step.
 
-    `tokens`: with a loss, over all ranks. `weight_rms`: root mean square of the trained weights. The arguments are the
-    same on every rank, so all ranks agree.
+    `tokens`: number of tokens with a loss, over all ranks. `weight_rms`: root mean square of the trained weights. The
+    arguments are the same on every rank, so all ranks agree.
     """
     if tokens == 0:
         return EMPTY
@@ -190,5 +190,5 @@ def skip_reason(tokens: float, grad_norm: float, scale_can_decrease: bool, lr: f
 
 
 def step_metrics(grad_norm: float, lr: float, reason: str | None) -> dict[str, float]:
-    """Return the result of `TrainEngine.optimizer_step`. `reason`: of `skip_reason`."""
+    """Return the result of `TrainEngine.optimizer_step`. `reason`: the result of `skip_reason`."""
     return {"grad_norm": grad_norm, "lr": lr} | {name: float(name == reason) for name in REASONS}

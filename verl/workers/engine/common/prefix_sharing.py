@@ -19,10 +19,10 @@ from verl.utils.balancing import SequenceCost
 from verl.workers.engine.base import Metrics, MicroBatching
 from verl.workers.engine.common.routers import ROUTED_EXPERTS
 
-# Fraction of the total cost that may be repeated in exchange for micro-batches of more equal cost.
+# Additional cost, as a fraction of the total cost, that is accepted to balance the costs of micro-batches.
 _TOLERANCE = 0.01
 _BISECTIONS = 8
-# Tokens that one more micro-batch costs, as an estimate: an additional one is cheaper than to repeat a long prefix.
+# Estimated overhead of a micro-batch in tokens: an additional micro-batch must avoid the repetition of more tokens.
 _MICRO_BATCH_TOKENS = 1024
 
 
@@ -31,13 +31,13 @@ class BatchPrefixTree:
     """The prefix tree of the rows of a batch, which are divided into micro-batches with a `PrefixTree` each."""
 
     order: np.ndarray
-    """[b]: index of each row in the batch."""
+    """[b]: row indices in depth-first order; the other arrays have this order."""
     shared: np.ndarray
-    """[b]: shared tokens of each row."""
+    """[b]: number of tokens that each row shares with the row before it."""
     lengths: np.ndarray
-    """[b]: all tokens of each row."""
+    """[b]: number of all tokens of each row."""
     responses: np.ndarray | None = None
-    """[b]: its response tokens, which heads and losses process for every row; None: none."""
+    """[b]: number of response tokens of each row, which heads and losses process even if shared; None: no responses."""
     expands_rows: bool = False
     """Whether token budgets count all tokens of a row, because attention computes whole rows."""
 
@@ -51,7 +51,10 @@ class BatchPrefixTree:
         return np.zeros_like(self.lengths) if self.responses is None else self.responses
 
     def budget_tokens(self, shared: np.ndarray) -> np.ndarray:
-        """Return [b], by row index, the tokens that count towards a budget of sets. `shared` [b], by row index."""
+        """Return [b]: the tokens of each row that count towards a token budget. `shared` [b]: its shared tokens.
+
+        Both are ordered by row index.
+        """
         lengths, responses = np.empty_like(self.lengths), np.empty_like(self.lengths)
         lengths[self.order], responses[self.order] = self.lengths, self.response_tokens
         return lengths if self.expands_rows else np.maximum(lengths - shared, responses)
@@ -76,11 +79,12 @@ def shared_micro_batch_rows(
 ) -> list[list[int]]:
     """Return the row indices of each micro-batch, in descending order of cost; every row occurs once.
 
-    A micro-batch is a range of the depth-first order, so that its first row is computed wholly and of later rows only
-    the nodes. The limit counts computed tokens (all tokens with `expands_rows`; or rows), and also the response tokens
-    of all rows; a row over the limit forms its own micro-batch. The total cost of micro-batches and of the prefixes
-    that they repeat is minimal for ranges; there are `at_least` if there are enough rows. Within a small tolerance, the
-    costs are balanced, so that all ranks are busy for about the same time.
+    A micro-batch is a range of the depth-first order: its first row is computed completely, later rows without the
+    tokens that they share with the row before. A token limit applies to the computed tokens (with `expands_rows` to all
+    tokens) and, separately, to the response tokens of all rows; a row over the limit forms its own micro-batch. The
+    total cost, of repeated prefixes and of the overhead per micro-batch, is minimal up to a small tolerance, within
+    which the costs of micro-batches are balanced, so that all ranks are busy for about the same time. If this gives
+    fewer than `at_least` micro-batches, the costliest are split, as far as there are rows.
     """
     lengths, shared = tree.lengths, tree.shared
     if micro.max_tokens is not None:
@@ -97,7 +101,7 @@ def shared_micro_batch_rows(
 
 
 class _RangeSums:
-    """Sums over ranges of rows, in which the first row counts fully and later rows by their nodes."""
+    """Sums over ranges of rows: the first row of a range counts as its value in `full`, later rows as in `added`."""
 
     def __init__(self, full: np.ndarray, added: np.ndarray) -> None:
         self.repeated = full.astype(np.float64) - added
@@ -165,8 +169,8 @@ logger = logging.getLogger(__name__)
 
 
 def supported_mode(mode: str, obstacle: str | None) -> str:
-    """Return the mode of an engine that cannot share prefixes because of `obstacle`: auto becomes false, which is
-    logged; raises ValueError for true. Without an obstacle the mode is unchanged."""
+    """Return `mode`; with an `obstacle`, the reason why the engine cannot share prefixes, return false and log the
+    obstacle if the mode is auto, and raise ValueError if it is true."""
     if obstacle is None or mode == "false":
         return mode
     if mode == "true":
@@ -191,7 +195,7 @@ class PrefixSharing:
         `routed_experts` agree.
 
         `expands_rows`: attention has no kernel for shared tokens and computes whole rows. Token budgets then count all
-        tokens of a row, so that attention needs the memory of a pass without sharing, and only the layers save.
+        tokens of a row, because attention needs as much memory as without sharing; only other operations are saved.
 
         `compiled`: layers are compiled, separately for prefix trees and for other rows. A pass then uses trees for all
         its micro-batches, so that one without shared tokens does not cause a compilation.

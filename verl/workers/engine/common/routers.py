@@ -40,9 +40,9 @@ class TokenShare:
     parts: int = 1
     index: int = 0
     reports: bool = True
-    """Whether this rank reports its recorded experts: one of the ranks that see the same tokens in the same layers."""
+    """Whether this rank reports its recorded experts: true on one of the ranks with the same tokens and layers."""
     groups: tuple[dist.ProcessGroup, ...] = ()
-    """Process groups of the ranks with the other tokens and layers; all-reduces over one after the other reach all."""
+    """Process groups over which tokens and layers are split; an all-reduce over each of them in turn sums all parts."""
 
     def own(self, tokens: int) -> slice:
         """Return the positions of this rank's tokens."""
@@ -57,7 +57,7 @@ class Routes:
     mask: torch.Tensor
     """[b, P+R] bool: the tokens that are not padding."""
     token_index: torch.Tensor
-    """[tokens of the mask] place of each in the packed micro-batch, where rows may share tokens."""
+    """[tokens of the mask] index of each token in the packed micro-batch, where rows may share tokens."""
     tokens: int
     """Tokens of the packed micro-batch over all ranks that share it, with the padding at its end."""
     valid_tokens: int
@@ -157,7 +157,7 @@ class Routers:
     def _gather(self, routes: Routes) -> torch.Tensor:
         """Return [tokens of the mask, layers, k], recorded by all ranks that share the rows."""
         assert routes.recorded is not None
-        # Each rank writes the entries that only it has: their sum is complete. Collectives do not support int16.
+        # Every entry is 0 on all ranks but one, so the sum contains all entries. Collectives do not support int16.
         wide = torch.uint8 if self._dtype == torch.uint8 else torch.int32
         shape = (routes.tokens, len(self._shape.sparse), self._shape.top_k)
         table = torch.zeros(shape, dtype=wide, device=self._device)

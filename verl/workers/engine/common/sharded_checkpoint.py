@@ -93,8 +93,8 @@ class StoredTensor:
 def read_folder(folder: Path) -> dict[str, StoredTensor | None]:
     """Return the tensors of a checkpoint by name; None for objects that are not tensors.
 
-    ValueError, with file and cause, if `.metadata` is damaged, refers to files outside the folder, or storage two
-    tensors on the same bytes.
+    ValueError, with file and cause, if `.metadata` is damaged, refers to files outside the folder or to bytes after the
+    end of a file, or places two tensors on the same bytes.
     """
     path = folder / METADATA
     try:
@@ -196,7 +196,7 @@ def _chunk(
     if not len(offsets) == len(shape) == len(full_shape):
         raise ValueError(f"a chunk of {name[:80]} has a different number of dimensions than the tensor")
     if any(offset + size > total for offset, size, total in zip(offsets, shape, full_shape, strict=True)):
-        raise ValueError(f"a chunk of {name[:80]} is outside of it")
+        raise ValueError(f"a chunk of {name[:80]} exceeds the tensor's shape {list(full_shape)}")
     place = storage.get((name, offsets))
     if place is None:
         raise ValueError(f"no file for a chunk of {name[:80]}")
@@ -283,7 +283,7 @@ def _writer_for(tensors: Iterable[torch.Tensor], folder: Path, recorder: Checksu
 
 @contextmanager
 def _plain_errors(recorder: ChecksumRecorder | None = None) -> Iterator[None]:
-    """Raise the error of one rank: torch's CheckpointException is a BaseException whose text is all tracebacks."""
+    """Raise only one rank's error: torch's CheckpointException is a BaseException with the tracebacks of all ranks."""
     try:
         yield
     except CheckpointException as error:
@@ -302,11 +302,12 @@ def stored_tensors(folder: Path) -> dict[str, TensorSpec]:
 
 
 class ShardWriter(dcp.FileSystemWriter):
-    """Writes through a recorder, and large states as several files in parallel: checksums take as long as the disk."""
+    """Writes through a recorder; large states as several files in parallel, because checksums take as long as
+    writing to disk."""
 
     def __init__(self, folder: Path, recorder: ChecksumRecorder, max_files: int) -> None:
-        # Copies ahead would be in page-locked memory, rounded up to powers of two and never freed. The recorder's
-        # streams sync files to disk when they are closed.
+        # `per_thread_copy_ahead` would copy to page-locked memory, rounded up to powers of two and never freed. The
+        # recorder's streams sync files to disk when they are closed.
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.fs = _RecordedFileSystem(recorder)
         self._max_files = max_files
@@ -316,7 +317,7 @@ class ShardWriter(dcp.FileSystemWriter):
             replace(plan, items=items, storage_data=replace(plan.storage_data, prefix=plan.storage_data.prefix + name))
             for name, items in zip(["", "1_", "2_", "3_"], self._split(plan.items), strict=False)
         ]
-        # torch's own threads would lose their errors, and the files with them.
+        # Not torch's own threads (`thread_count`): their errors are lost, and files would be missing without an error.
         with ThreadPoolExecutor(len(parts), "checkpoint") as threads:
             written = list(threads.map(lambda part: super(ShardWriter, self).write_data(part, planner).value(), parts))
         done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
@@ -359,8 +360,8 @@ class _RecordedFileSystem(FileSystem):
 class Chunk:
     """A rectangle of the stored tensor `name`: `tensor`, which may be a view, at `offsets`.
 
-    For ranks whose parts of a tensor are no even shards. Files contain only rectangles and their positions, so that
-    engines with other layouts can read them.
+    For engines that do not split tensors into the even shards of DTensors. Files contain only rectangles and their
+    positions, so that engines with other layouts can read them.
     """
 
     name: str
@@ -377,7 +378,7 @@ class Chunk:
 def save_chunks(
     chunks: Iterable[Chunk], folder: Path, recorder: ChecksumRecorder, group: dist.ProcessGroup | None
 ) -> None:
-    """Write this rank's chunks. Those of all ranks must cover every element once. A collective of `group`."""
+    """Write this rank's chunks. The chunks of all ranks must cover every element once. A collective of `group`."""
     chunks = list(chunks)
     with _plain_errors(recorder):
         writer = _writer_for([chunk.tensor for chunk in chunks], folder, recorder)

@@ -107,7 +107,7 @@ class FSDPEngine(BaseTrainEngine):
             prefix_sharing = supported_mode(prefix_sharing, obstacle)
         self._build_model(model, model_config, engine_config, frozen=optim is None)
         compile_layers = compile_layers and self.device.type == "cuda"
-        # Measuring expert load is cheap, but its hooks would interrupt compiled layers.
+        # Measuring expert load is cheap, but its hooks would cause graph breaks in compiled layers.
         measure = optim is not None and not compile_layers
         self._routers = HFRouters.create(self.model.hf, self.sequence_parallel, self.device, router_replay, measure)
         with self._inference():
@@ -229,8 +229,8 @@ class FSDPEngine(BaseTrainEngine):
 
     def compile_layers(self) -> None:
         if self.adapters is not None:
-            # Behind frozen embeddings, the first layer would need code of its own: a backward pass without the gradient
-            # of its input.
+            # With frozen embeddings, the first layer's input requires no gradient: the layer would be compiled again,
+            # for a backward pass without that gradient.
             sharding.require_input_gradients(self.model)
         compile_each_layer(outermost_layers(self.model.hf))
 
@@ -258,8 +258,8 @@ class FSDPEngine(BaseTrainEngine):
         """Return the fields of one micro-batch, on the device."""
         batch = part.batch
         shape = (len(part), batch["responses"].shape[1] if self.kind != "sequence_classification" else 0)
-        without_padding: Any = packed_rows if self._packs else right_padded_rows
-        rows = without_padding(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
+        to_rows: Any = packed_rows if self._packs else right_padded_rows
+        rows = to_rows(batch["input_ids"], batch["attention_mask"], shape[1], self.model.pad_token_id)
         if self._packs:
             rows = self.prefix_sharing.apply(rows, part, filler)
         if "other_log_probs" in run.fields:
@@ -280,7 +280,8 @@ _MAX_WEIGHT_ERROR = 0.02
 
 
 class HFRouters(Routers):
-    """The routers of all layers. Recomputed activations use the routes of the pass they belong to."""
+    """The routers of all layers. The latest routes also apply to activations recomputed in the backward pass, because
+    each micro-batch runs backward before the next one runs forward."""
 
     def __init__(self, hf: nn.Module, parallel: SequenceParallel | None, device: torch.device, replay: bool) -> None:
         by_layer = routers(hf)

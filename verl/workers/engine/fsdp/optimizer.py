@@ -1,7 +1,7 @@
 """AdamW on each rank's local shards.
 
 AdamW works element by element, so stepping local shards gives the same result as stepping DTensors, without the cost of
-dispatching every operation through DTensor (ten times AdamW's own on small models).
+dispatching every operation through DTensor (ten times the cost of AdamW itself on small models).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShardedAdamW:
         self.shards = {name: nn.Parameter(local_shard(value).new_empty(0)) for name, value in self._named.items()}
         self._group = mesh.get_group("shard")
         self._bf16_moments = optim.state_dtype == "bf16"
-        self._steps: int | None = 0  # None: to be read from a loaded state
+        self._steps: int | None = 0  # None: not yet read from a loaded state
         self.adamw = build_optimizer(self.shards.values(), optim)
         self.schedule = build_schedule(self.adamw, optim, total_steps)
 
@@ -115,7 +115,7 @@ class ShardedAdamW:
         return [value for state in self.adamw.state.values() for value in state.values()]
 
     def sizes(self) -> list[int]:
-        """Return the bytes of each state tensor after the first step."""
+        """Return the size in bytes that each state tensor has after the first step."""
         sizes = []
         for local in map(local_shard, self._named.values()):
             sizes += [4] + [local.numel() * (2 if self._bf16_moments else local.itemsize)] * len(MOMENTS)

@@ -98,13 +98,14 @@ def checkpoint_activations(model: ResponseModel) -> None:
             f"model.enable_gradient_checkpointing: {type(base).__name__} does not support it. Set it to False."
         )
     base.gradient_checkpointing_enable({"use_reentrant": False})
-    # Its hook also marks inputs of passes without gradient, for which a compiled first layer needs its own graph.
+    # The hook of transformers also sets requires_grad in passes without gradients; a compiled first layer would then
+    # need another graph.
     base.disable_input_require_grads()
     require_input_gradients(model)
 
 
 def require_input_gradients(model: ResponseModel) -> None:
-    """In passes with gradient, let the first layer's input require one even if the embeddings are frozen."""
+    """In passes with gradients, set requires_grad of the first layer's input, also if the embeddings are frozen."""
     model.hf.base_model.get_input_embeddings().register_forward_hook(_require_grad)
 
 
@@ -127,8 +128,8 @@ def load_weights(
     """Materialise a sharded meta `model` on `device` with the weights of the node leader's `source`. A collective.
 
     The leader broadcasts one full tensor at a time to its node, and every rank keeps its shard. Buffers are sent too,
-    because checkpoints lack some of them (rotary frequencies). `source` has no adapters; the
-    adapters of `model` are initialised.
+    because checkpoints lack some of them (rotary frequencies). `source` has no adapters; the adapters of `model` are
+    initialised.
     """
     _allocate(model, device)
     source_tensors = _all_tensors(source) if source is not None else {}
@@ -157,7 +158,8 @@ def load_weights(
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate all tensors of a meta model. `to_empty` unties tied parameters, except those that FSDP manages."""
+    """Allocate all tensors of a meta model, and tie the parameters again that `to_empty` unties: those that FSDP does
+    not manage."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

@@ -53,7 +53,8 @@ class ModelWeights:
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """Return every tensor, adapters included, by its name in memory; tied tensors under their first name."""
-        return {name: value for name, value in self._hf.state_dict().items() if self._tied.get(name, name) == name}
+        state = self._hf.state_dict()
+        return {name: value for name, value in state.items() if self._first_names.get(name, name) == name}
 
     def stored(self) -> dict[str, torch.Tensor]:
         """Return the tensors that a checkpoint stores: the trained tensors."""
@@ -64,7 +65,7 @@ class ModelWeights:
         return dict(local_tensors) if self._adapters is None else self._adapters.trained(local_tensors)
 
     @cached_property
-    def _tied(self) -> dict[str, str]:
+    def _first_names(self) -> dict[str, str]:
         """The first name of every parameter."""
         first: dict[int, str] = {}
         named = self._hf.named_parameters(remove_duplicate=False)
@@ -115,7 +116,7 @@ class ModelWeights:
         plain = local_tensors if self._adapters is None else self._adapters.plain(local_tensors)
 
         def gather_one(name: str) -> torch.Tensor | None:
-            value = plain[self._tied.get(name, name)]
+            value = plain[self._first_names.get(name, name)]
             target = dtype if value.is_floating_point() else value.dtype
             if self._adapters is None or not self._adapters.has_adapter(name):
                 return full_on_rank0(value, target, group)
@@ -128,7 +129,7 @@ class ModelWeights:
     def write_adapter(
         self, trained: Mapping[str, torch.Tensor], folder: Path, source: str, group: dist.ProcessGroup | None
     ) -> None:
-        """Write the adapters (and a value head) of the base model `source` in peft's format. A collective.
+        """Write adapters (and a value head) in peft's format, with `source` as their base model. A collective.
 
         No effect for a model without adapters.
         """
@@ -175,7 +176,8 @@ class UnmergedWeights:
 
 
 class _WeightsAndMatrices(ModelWeights):
-    """The weights without adapters, and the matrices of the adapters under the names that `names` maps to theirs."""
+    """The weights without adapters, and the matrices of the adapters under the keys of `names`, whose values are the
+    matrices' names in the model."""
 
     def __init__(self, hf: Any, adapters: Adapters, device: torch.device, names: Mapping[str, str]) -> None:
         super().__init__(hf, adapters, device)
@@ -191,7 +193,7 @@ class _WeightsAndMatrices(ModelWeights):
 
 @dataclass(frozen=True, eq=False)
 class Slab:
-    """Rows `start` to `stop` (None: the last) of every rank's shard of a weight, to be sent in `dtype`."""
+    """Rows `start` to `stop` (None: the end) of every rank's shard of a weight, to be sent in `dtype`."""
 
     name: str
     value: Any
@@ -201,7 +203,7 @@ class Slab:
 
     @cached_property
     def shards(self) -> int:
-        """Number of ranks that share the rows of the weight; 1 if each rank has all of them."""
+        """Number of ranks over which the rows of the weight are split; 1 if each rank has all rows."""
         return _shard_mesh(self.value.device_mesh).size() if isinstance(self.value, DTensor) and self.value.ndim else 1
 
     @cached_property
@@ -255,7 +257,7 @@ class RowRouting:
         return [self._requested[rank] for rank in dist.get_process_group_ranks(group)]
 
     def own_rows(self, slab: Slab, tensor: torch.Tensor) -> NamedRows:
-        """Return the rows that this rank requests of `tensor`, an unsharded slab."""
+        """Return the rows of `tensor`, an unsharded slab, that this rank requests."""
         present = range(slab.start, slab.start + _num_rows(tensor))
         own = overlap(present, self._own.get(slab.name, range(0)))
         if slab.name in self._own and len(own) == len(present):

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 def create_bridge(
     config: MegatronConfig, arch: CoreArchitecture, kind: ModelKind, hf_config: Any, device: torch.device
 ) -> Bridge | None:
-    """Return None if `use_mbridge` is off or a rank cannot import the package. A collective.
+    """Return the bridge of a model; None if `use_mbridge` is off or a rank cannot import the package. A collective.
 
     Must be called while no layout is active. ValueError for a model that the bridge does not support.
     """
@@ -45,7 +45,9 @@ def create_bridge(
             absent = isinstance(error, ModuleNotFoundError) and error.name == "megatron.bridge"
             level = logging.INFO if absent else logging.WARNING  # the configuration check reports a missing package
             cause = error or "not on every rank"
-            logger.log(level, "use_mbridge: cannot import megatron-bridge (%s); using our own weight mapping.", cause)
+            logger.log(
+                level, "use_mbridge: cannot import megatron-bridge (%s); using the built-in weight mapping.", cause
+            )
         return None
     return Bridge(arch, kind, hf_config)
 
@@ -117,7 +119,8 @@ class Bridge:
     def _check(self, weight: CoreWeight, arch: CoreArchitecture, family: str) -> None:
         """Convert the weight to Core and back on the meta device; ValueError if names or shapes differ.
 
-        This also fixes that the mapping never communicates: it looks for Core's groups at its first use only.
+        This first use also ensures that the mapping never communicates: it looks for Core's groups only now, while no
+        layout is active.
         """
         mapping, shapes = self._mappings[weight.name], _shapes(weight, arch)
         if mapping is None or set(_names(mapping)) != set(shapes):
@@ -142,7 +145,7 @@ def _unsupported(family: str, weight: str | None = None) -> ValueError:
     what = f"this {family} model's {weight}" if weight is not None else f"{family} models"
     return ValueError(
         f"megatron_config.use_mbridge: Megatron-Bridge has no mapping for {what}. Set megatron_config.use_mbridge="
-        "False to use our own."
+        "False to use the built-in mapping."
     )
 
 
@@ -244,7 +247,8 @@ class BridgedWeights(CoreWeights):
 
 @dataclass(frozen=True)
 class _Converter:
-    """Converts Hugging Face tensors one after the other; a weight of Core that contains several is fetched once."""
+    """Converts Core's weights to Hugging Face tensors, one after the other; a weight that contains several is fetched
+    once."""
 
     bridge: Bridge
     sources: Mapping[str, Sequence[CoreWeight]]

@@ -197,8 +197,8 @@ class MegatronEngine(BaseTrainEngine):
     def _micro_batches(self, run: ModelPass) -> list[MicroBatch]:
         """Return the micro-batches, equally many on every rank.
 
-        The interleaved schedule (virtual pipeline stages) requires a multiple of the number of stages, all of the same
-        length, so that each stage knows the size of the next message.
+        The interleaved schedule (virtual pipeline stages) requires that their number is a multiple of the number of
+        stages, and that all have the same length, so that each stage knows the size of the next message.
         """
         interleaved, stages = self.layout.vpp > 1, self.layout.pp.size
 
@@ -251,6 +251,7 @@ class MicroBatch:
     rows: PackedRows
     """On the device."""
     shape: tuple[int, int]
+    """(rows, response tokens including padding)."""
     routes: Routes | None = None
     """Expert routing of a mixture-of-experts model."""
 
@@ -268,7 +269,8 @@ def run_micro_batches(
         output = chunk(micro.rows, run.fields, micro.shape, run.temperature, run.top_k, micro.routes)
         if source is sources[0]:
             tick(len(micro.indices or ()))
-        # Core divides gradients by a sum of tokens, and does not divide a loss returned in a triple.
+        # (loss, number of tokens, logged values): with `calculate_per_token_loss`, Core does not divide this loss. The
+        # number of tokens would divide gradients in `finalize_model_grads`, which CoreAdamW calls without it.
         return output, lambda fields: (run.on_outputs(fields, micro.part, micro.indices), no_tokens, None)
 
     sources = [iter(micro_batches) for _ in chunks]

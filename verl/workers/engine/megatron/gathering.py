@@ -91,7 +91,7 @@ class RowRange:
 
 
 Transfer: TypeAlias = tuple[RowRange, HeldRectangle, range]
-"""Rows to send: of this range, from this rectangle."""
+"""(range, rectangle, rows): rows of the range, to be sent from the rectangle."""
 
 
 def gather_everywhere(

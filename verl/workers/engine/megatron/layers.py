@@ -38,7 +38,8 @@ class Norm(nn.Module):
         super().__init__()
         assert config.arch is not None
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
-        # With sequence parallelism each tensor rank sees a slice of the tokens: Core sums the gradients over the group.
+        # With sequence parallelism each tensor-parallel rank sees a slice of the tokens: Core sums the
+        # gradients over the group.
         self.weight.sequence_parallel = config.sequence_parallel
         self._eps = eps
         self._plus_one = config.arch.norm_adds_one
@@ -60,11 +61,11 @@ class _Linear:
 
 
 class ColumnLinear(_Linear, tensor_parallel.ColumnParallelLinear):
-    """Output features are split over tensor ranks."""
+    """Output features are split over tensor-parallel ranks."""
 
 
 class RowLinear(_Linear, tensor_parallel.RowParallelLinear):
-    """Input features are split over tensor ranks."""
+    """Input features are split over tensor-parallel ranks."""
 
 
 class PackedTokens(PackedSeqParams):
@@ -194,7 +195,8 @@ def core_routers(
 
 
 def _token_share(layout: CoreLayout, sequence_parallel: bool) -> TokenShare:
-    """Context ranks split all tokens; with `sequence_parallel`, tensor ranks split the tokens of a context rank."""
+    """Return this rank's tokens: context-parallel ranks split all tokens; with `sequence_parallel`, tensor-parallel
+    ranks split the tokens of a context-parallel rank."""
     parts, index = layout.cp.size, layout.cp.rank
     if sequence_parallel:
         parts, index = parts * layout.tp.size, index * layout.tp.size + layout.tp.rank
@@ -203,7 +205,7 @@ def _token_share(layout: CoreLayout, sequence_parallel: bool) -> TokenShare:
 
 
 def _check_replay_supported(config: Any) -> None:
-    """Refuse settings with which Core's routers bypass the replay hook, or recompute it out of order."""
+    """Raise ValueError for settings with which Core's routers bypass the replay hook, or recompute it out of order."""
     recomputes_moe = config.recompute_granularity == "selective" and "moe" in (config.recompute_modules or ())
     for name, active in (("moe_router_fusion", config.moe_router_fusion), ("recompute_modules=[moe]", recomputes_moe)):
         if active:

@@ -132,7 +132,7 @@ class MegatronModel(LanguageModule):
         """Return the fields `names` as in `verl.models.forward.ResponseModel`; hidden states before the last stage."""
         hidden = None
         if self.pre_process:
-            # With the strides of a layer's output, so that all layers share one compilation.
+            # Flattened and unsqueezed, for the strides of a layer's output: all layers then share one compiled graph.
             hidden = self.embedding(rows.input_ids, None).flatten(0, 1)[:, None]
             if self._embedding_scale != 1.0:
                 hidden = hidden * torch.tensor(self._embedding_scale, dtype=hidden.dtype)
@@ -318,7 +318,7 @@ def _block_spec(config: CoreConfig, vp_stage: int | None) -> TransformerBlockSub
 
 
 def _layer_spec(config: CoreConfig, number: int) -> ModuleSpec:
-    """Return Core's layer with our attention, norms, linear layers and experts; `number` counts from 0."""
+    """Return Core's layer with the replacements of `verl.workers.engine.megatron.layers`; `number` counts from 0."""
     assert config.arch is not None
     experts = config.num_moe_experts if config.arch.is_sparse(number) else None
     spec = get_gpt_layer_local_spec(experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm")

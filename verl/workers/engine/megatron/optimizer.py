@@ -21,7 +21,7 @@ from verl.workers.engine.common.optim import MOMENTS, build_schedule, sum_of_squ
 
 
 class CoreAdamW:
-    """AdamW over the model chunks. The distributed optimizer shards its state over ranks with equal weights.
+    """AdamW over the model chunks. The distributed optimizer shards its state over ranks that have the same weights.
 
     Implements `EngineOptimizer`. The constructor and most methods are collectives.
     """
@@ -128,7 +128,7 @@ class CoreAdamW:
         return tensors
 
     def _summed(self, values_of: Callable[[Any], list[torch.Tensor]]) -> list[float]:
-        """Return the values of all parts, summed over parts and over the ranks that share each."""
+        """Return each value summed over Core's optimizers, and over the ranks that split an optimizer's weights."""
         total: torch.Tensor | None = None
         for part in self._parts:
             own = torch.stack(values_of(part)).to(self._chunks[0].buffers[0].grad_data.device)
@@ -146,8 +146,8 @@ def _use_fused(adam: Any) -> None:
 
 
 def _unique_parameters(part: Any) -> list[torch.Tensor]:
-    """Return this rank's parameters without duplicates (tied weights, weights replicated on all tensor ranks), so that
-    sums over all ranks count every weight once."""
+    """Return this rank's parameters without duplicates (tied weights, weights replicated on all tensor-parallel ranks),
+    so that sums over all ranks count every weight once."""
     return [
         param
         for param in part.get_parameters()
@@ -169,7 +169,7 @@ class OptimizerPart:
     adam: torch.optim.Optimizer
     group: dict[str, Any]
     sharded: bool
-    """Whether the state is sharded over ranks with the same weight; otherwise each rank holds all of it."""
+    """Whether the state is sharded over the ranks that have the same weight; otherwise each of them holds all of it."""
 
     @property
     def _steps_per_tensor(self) -> bool:
@@ -216,7 +216,7 @@ def optimizer_parts(core: Any, live: Mapping[str, torch.Tensor]) -> dict[str, Op
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each weight with its master weight, which is stepped."""
+    """Yield each weight with its master weight, the tensor that the optimizer steps."""
     pairs: Sequence[tuple[Any, Any]]
     if getattr(optimizer, "is_stub_optimizer", False):
         pairs = []

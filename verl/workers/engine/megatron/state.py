@@ -45,7 +45,7 @@ class MegatronState:
     """Contents of `model.json`."""
     weights: CoreWeights
     chunks: Sequence[Any]
-    """Core's modules, wrapped for gradients."""
+    """Model chunks, in Core's DistributedDataParallel if they are trained."""
     optimizer: Any
     """Core's optimizer; None for a frozen model."""
     schedules: Sequence[LambdaLR]
@@ -78,7 +78,8 @@ class MegatronState:
         return sizes
 
     def _weights_for(self, contents: Collection[str]) -> dict[str, torch.Tensor]:
-        """Return full shards for an export, and master weights unless a shard has the same values."""
+        """Return this rank's shards for an export or a frozen model; for a trained model also master weights, except
+        those with the same values as a shard that is returned."""
         weights: dict[str, torch.Tensor] = {}
         if "hf_model" in contents:
             weights |= {name: value.detach() for name, value in self.weights.live.items()}
@@ -133,7 +134,7 @@ class MegatronState:
                         yield Chunk(f"{chunk.name}/step", (), (), tensors[f"{name}/step"])
 
     def _writes(self, name: str) -> bool:
-        """Return whether this rank writes the weight: true on one of all ranks with the same elements."""
+        """Return whether this rank writes the weight: true on one of the ranks that hold the same elements."""
         part = self._parts.get(name)
         sharded = part is not None and part.sharded
         return self.weights.writes(name) and (sharded or self.weights.copy_number(name) == 0)

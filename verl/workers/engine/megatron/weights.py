@@ -111,9 +111,9 @@ class CoreWeights:
                 part for part in in_copy if all(len(part.requested_by(req)) == len(part.rows) for req in requests)
             ]
             result |= gather_everywhere(to_all, copy, self.live, self.device)
-            rest = [part for part in in_copy if part not in to_all]
-            if requested is not None and rest:
-                result |= exchange(rest, copy, self.live, self.device, requested, max_bytes)
+            to_some = [part for part in in_copy if part not in to_all]
+            if requested is not None and to_some:
+                result |= exchange(to_some, copy, self.live, self.device, requested, max_bytes)
         # In the order of the manifest, as in other engines.
         order = {part.name: at for at, part in enumerate(ranges)}
         return dict(
@@ -168,7 +168,7 @@ class CoreWeights:
                 yield Chunk(piece.hf, self._shapes[piece.hf], (*experts, down, *across), view)
 
     def writes(self, name: str) -> bool:
-        """Return whether this rank writes Core's weight `name`: true on one rank of a copy with the same part."""
+        """Return whether this rank writes Core's weight `name`: true on one of a copy's ranks with the same part."""
         weight = self.table[name]
         return weight.copy_of is None and (weight.split is not None or self._tensor_group(weight).rank == 0)
 
@@ -336,9 +336,10 @@ def _load_from_folder(weights: CoreWeights, targets: _Targets, folder: Path, tra
 
 
 def _naming(weights: CoreWeights, files: HFFiles, new_head: bool) -> dict[str, bool | None] | None:
-    """Return for every weight whether its tensors have the names of files (True) or of memory (False).
+    """Return for every weight whether the files name its tensors as on disk (True) or as in memory (False).
 
-    The value is None for a missing head; the result is None if another weight is missing.
+    True if both names are equal, see `CoreWeight.stored`. The value is None for a missing head; the result is None if
+    another weight is missing.
     """
     naming: dict[str, bool | None] = {}
     for name, weight in weights.table.items():

@@ -132,7 +132,7 @@ class EngineProcessHost:
 
     def _on_process_end(self, description: str) -> None:
         if not self._closing:
-            _fail(f"The engine's {description}: it cannot continue.")
+            _fail(f"The engine cannot continue: its {description}.")
 
     # ---------------------------------------------------------------- threads
 

@@ -143,7 +143,7 @@ class ProcessRollout(BaseRollout):
         if loading is not None:
             loading.result()
 
-    # ---------------------------------------------------------------- memory and life
+    # ---------------------------------------------------------------- memory and lifetime
 
     def release(self, tags: Sequence[str] = RELEASE_TAGS) -> None:
         self._engine.call("release", tags)
@@ -375,7 +375,8 @@ class EngineProcess:
 
 
 def _max_bucket_size(manifest: Manifest, dtype: torch.dtype, limit: int) -> int:
-    """Size of the largest bucket of these weights: one tensor, or as many as fit into `limit` bytes."""
+    """Size of the largest bucket of these weights, including alignment: one tensor, or as many as fit into `limit`
+    bytes."""
     dtypes = [dtype if spec.dtype.is_floating_point else spec.dtype for spec in manifest.values()]
     sizes = [math.prod(spec.shape) * kind.itemsize for spec, kind in zip(manifest.values(), dtypes, strict=True)]
     return max([min(sum(sizes), limit), *sizes]) + 16 * len(sizes)

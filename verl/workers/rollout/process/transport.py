@@ -141,7 +141,7 @@ class BufferHandle:
     """Identifies a buffer in other processes of the machine. Small and picklable."""
 
     location: str | bytes
-    """Of a buffer on a CPU its path; of one on a GPU the IPC handle of the CUDA driver."""
+    """A path for a buffer in host memory, an IPC handle of the CUDA driver for a buffer in device memory."""
     size: int
 
 

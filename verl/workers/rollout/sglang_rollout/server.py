@@ -186,8 +186,10 @@ class SGLangServer:
         self._thread.close()
 
     async def _pause(self) -> None:
-        """SGLang replies in order: its reply to `get_internal_state` arrives after every token that was sampled before
-        the pause."""
+        """Pause SGLang, and wait until all tokens sampled before the pause were reported.
+
+        SGLang replies in order: its reply to `get_internal_state` arrives after the last of these tokens.
+        """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self._thread.manager.pause_generation(PauseGenerationReqInput(mode="in_place"))
@@ -263,17 +265,17 @@ class SGLangRequest:
         """
         params = sequence.params
         arguments = sampling_arguments(sequence, eos_token_ids)
-        total, banned = arguments["max_new_tokens"], arguments.pop("min_new_tokens") if params.end_token_ids else 0
+        total, minimum = arguments["max_new_tokens"], arguments.pop("min_new_tokens") if params.end_token_ids else 0
         biases = (arguments["logit_bias"] or {}) | {str(token): _BANNED for token in params.end_token_ids}
         without_end: dict[str, Any] = {
-            "max_new_tokens": banned,
+            "max_new_tokens": minimum,
             "logit_bias": biases,
             "stop_token_ids": [],
             "ignore_eos": True,
         }
-        phases = [arguments | without_end] if banned else []
-        if total > banned:
-            phases.append(arguments | {"min_new_tokens": 0, "max_new_tokens": total - banned})
+        phases = [arguments | without_end] if minimum else []
+        if total > minimum:
+            phases.append(arguments | {"min_new_tokens": 0, "max_new_tokens": total - minimum})
         return cls(list(sequence.token_ids), phases, cache_key, params.top_log_probs, params.prompt_log_probs)
 
 

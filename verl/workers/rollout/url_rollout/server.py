@@ -388,7 +388,9 @@ def run_both_sides(
     except TransferLostError as error:
         if remote_call.done():
             remote_call.result()
-        raise ServerLostError(f"rollout.server_urls: {client.url} left a weight sync: {error}") from error
+        raise ServerLostError(
+            f"rollout.server_urls: the connection to {client.url} was lost in a weight sync: {error}"
+        ) from error
     return remote_call.result()
 
 

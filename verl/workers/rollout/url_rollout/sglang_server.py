@@ -32,7 +32,8 @@ from verl.workers.rollout.weights import dtype_name
 
 logger = logging.getLogger(__name__)
 
-# Tensors with more elements are only compared after the first update, because checksums are computed on one core.
+# Tensors with more elements are compared only in the first update of a transfer group, because checksums are computed
+# on one core.
 _MAX_CHECKED_ELEMENTS = 1 << 20
 # SGLang pads vocabularies to a multiple of this, and its checksums include the padding.
 _VOCAB_MULTIPLE = 64
@@ -76,7 +77,7 @@ class SGLangServerAPI(ServerAPI):
             length >= config.max_model_len, f"its context_length is {length}; {config.max_model_len} are needed"
         )
         theirs, ours = self.client.get("/model_info")["architectures"], list(hf_config.architectures or ())
-        self._require(not theirs or not ours or theirs == ours, f"its model is a {theirs}, the trainer's a {ours}")
+        self._require(not theirs or not ours or theirs == ours, f"its model is {theirs}, the trainer's is {ours}")
         self.expected_label = self.weight_label()
         self.resume()  # an interrupted run may have left it paused
 
@@ -166,7 +167,8 @@ class SGLangTransport(WeightTransport):
         super().__init__(api, device)
         self._checksums: dict[str, str] = {}
         """SHA-256 of sent tensors, by name."""
-        self._large: set[str] = set()
+        self._large_names: set[str] = set()
+        """Names of tensors with checksums and more than `_MAX_CHECKED_ELEMENTS` elements."""
         self._comparable = True
         """Whether SGLang's checksums are SHA-256 of tensors; set to False if none matches at the first update."""
 
@@ -181,7 +183,7 @@ class SGLangTransport(WeightTransport):
         def broadcast() -> None:
             for name, tensor in tensors:
                 sent = group.broadcast(tensor.detach().to(group.device).contiguous())
-                if self._updates == 0 or name not in self._large:
+                if self._updates == 0 or name not in self._large_names:
                     self._add_checksum(name, sent)
 
         run_both_sides(
@@ -227,16 +229,16 @@ class SGLangTransport(WeightTransport):
     # ---------------------------------------------------------------- checksums
 
     def _add_checksum(self, name: str, tensor: torch.Tensor) -> None:
-        is_padded = tensor.dim() > 1 and tensor.shape[0] % _VOCAB_MULTIPLE
-        if self._comparable and self._api.ranks == 1 and not is_padded:
+        may_be_padded = tensor.dim() > 1 and tensor.shape[0] % _VOCAB_MULTIPLE
+        if self._comparable and self._api.ranks == 1 and not may_be_padded:
             flat = tensor.cpu().reshape(-1).view(torch.uint8)
             self._checksums[name] = hashlib.sha256(flat.numpy().data).hexdigest()
             if tensor.numel() > _MAX_CHECKED_ELEMENTS:
-                self._large.add(name)
+                self._large_names.add(name)
 
     def _compare_checksums(self) -> None:
         """Compare the checksums of weights that SGLang did not merge or rename."""
-        skipped = sorted(self._large) if self._updates else []
+        skipped = sorted(self._large_names) if self._updates else []
         reply = self._api.command("/weights_checker", action="checksum", skip_tensor_list=skipped)
         reported: dict[str, str] = reply["ranks"][0]["checksums"]
         shared = sorted(self._checksums.keys() & reported.keys() - set(skipped))

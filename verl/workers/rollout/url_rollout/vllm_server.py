@@ -186,8 +186,8 @@ class VllmTransport(WeightTransport):
         missing = sorted({name for names in self._api.rpc("verl_finish_update") for name in names})
         if missing and self._api.model["quantization"] is None:  # scales are computed, not sent
             raise WeightMismatchError(
-                f"weights: {missing[0]!r} of {self._api.client.url} got no value ({len(missing)} did not). vLLM uses"
-                " other names for this model than transformers."
+                f"weights: {len(missing)} weights of {self._api.client.url} received no value, e.g. {missing[0]!r}."
+                " vLLM uses other names for this model than transformers."
             )
 
     def _create_group(self, host: TransferHost) -> None:

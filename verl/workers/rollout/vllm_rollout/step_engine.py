@@ -64,8 +64,9 @@ class VllmStepEngine:
             )
         if params.top_log_probs and (params.truncated or params.temperature not in (0, 1)):
             raise ValueError(
-                f"request {request.id!r}: top_log_probs are at temperature 1 without truncation, but vLLM reports them"
-                " as it samples. Set temperature to 0 or 1 without top_k, top_p and min_p, or use rollout.name=native."
+                f"request {request.id!r}: top_log_probs are at temperature 1 without truncation, but vLLM reports those"
+                " of the distribution that it samples from. Set temperature to 0 or 1 without top_k, top_p and min_p,"
+                " or use rollout.name=native."
             )
         if earlier and earlier.token_ids and (params.presence_penalty or params.frequency_penalty):
             raise ValueError(
@@ -134,7 +135,8 @@ class VllmStepEngine:
 
     @property
     def in_flight(self) -> bool:
-        """With asynchronous scheduling, vLLM launches a step before it reads the previous one."""
+        """Whether launched steps have uncollected tokens. With asynchronous scheduling, vLLM launches a step before it
+        reads the previous one."""
         return bool(self._core.batch_queue)
 
     def drain(self) -> list[Sequence]:
@@ -244,7 +246,7 @@ def sampling_arguments(sequence: Sequence) -> dict[str, Any]:
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
         "logit_bias": dict(params.logit_bias) or None,
-        # 0: of the sampled token only.
+        # 0: report the log-prob of the sampled token only.
         "logprobs": params.top_log_probs,
         "prompt_logprobs": params.top_log_probs if params.prompt_log_probs else None,
     }

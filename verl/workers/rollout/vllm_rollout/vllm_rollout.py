@@ -211,8 +211,8 @@ class VllmWeights(CheckpointWeights):
         missing = sorted({name for names in self._engine.collective_rpc("verl_finish_update") for name in names})
         if missing and not self._quantized:  # scales are computed, not sent
             raise WeightMismatchError(
-                f"weights: vLLM's {missing[0]!r} got no value ({len(missing)} did not). vLLM uses other names for this"
-                " model than transformers."
+                f"weights: {len(missing)} of vLLM's weights received no value, e.g. {missing[0]!r}. vLLM uses other"
+                " names for this model than transformers."
             )
 
     @property
@@ -249,7 +249,7 @@ class SleepMode:
     `requested`, then applied together."""
 
     def __init__(self, engine: Any, enabled: bool, discard_weights: bool) -> None:
-        """`discard_weights`: no copy stays in host memory; the next weight sync restores them."""
+        """`discard_weights`: weights are not copied to host memory; the next weight sync restores them."""
         self._engine, self._enabled = engine, enabled
         self._level = 2 if discard_weights else 1
         self.requested: set[str] = set()
