@@ -232,7 +232,7 @@ def _tool_turn(chat: Chat, schemas: Sequence[Mapping[str, Any]]) -> list[Segment
         return []
     function = schemas[0]["function"]
     arguments: Any = {name: "1" for name in function.get("parameters", {}).get("properties", {})}
-    call = {"name": function["name"], "arguments": arguments if chat.style.objects else json.dumps(arguments)}
+    call = {"name": function["name"], "arguments": arguments if chat.style.dict_arguments else json.dumps(arguments)}
     result = tool_message(function["name"], "1")
     answer = {
         "role": "assistant",

@@ -15,8 +15,8 @@ from verl.config.problems import Report
 TRAINED, NOT_TRAINED, SCORED = "trained", "not trained", "scored"
 """Labels of tokens. `SCORED`: the reward model reads the score of the response at this token."""
 _HIGHLIGHTED = (TRAINED, SCORED)
-# Problems of this machine, not of the run: it may start on another one.
-_OTHER_MACHINE = ("trainer.device", "trainer.logger")
+# Keys whose problems concern only this machine: the run may start on another one.
+_MACHINE_KEYS = ("trainer.device", "trainer.logger")
 _MAX_TEXT = 600  # characters of a segment
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
 
@@ -51,7 +51,7 @@ class ReportOutput:
         """Print the section of the configuration, without problems of this machine and of keys `checked_later`."""
         self.section("configuration")
         for problem in report.problems:
-            if problem.key not in (*_OTHER_MACHINE, *checked_later):
+            if problem.key not in (*_MACHINE_KEYS, *checked_later):
                 self.problem(str(problem))
         for notice in (*config.notices, *report.notices):
             self.line(f"note: {notice}")

@@ -1,6 +1,6 @@
 """`verl doctor`: check this machine and the installed packages, and name what is missing for which feature.
 
-Exit code 1 if a run would fail. torch is tried in another process, because a broken driver may end or block it.
+Exit code 1 if a run would fail. torch is tried in a separate process, because a broken driver may crash or block it.
 """
 
 from __future__ import annotations

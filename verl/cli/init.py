@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def create_project(folder: Path) -> None:
-    """Copy the starter files to a new folder. Raises FileExistsError if it is not empty or a file."""
+    """Copy the starter files to a new folder. Raises FileExistsError if `folder` is a file or not empty."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not empty. Choose another name, or delete it.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -71,23 +71,25 @@ def _sections() -> dict[str, tuple[Section, ...]]:
     """Return the sections of every kind in `LIST_KINDS`."""
     from verl.config import names
 
-    def of(title: str, key: str, table: Mapping[str, Any], of_object: bool = False) -> Section:
+    def table_section(title: str, key: str, table: Mapping[str, Any], of_object: bool = False) -> Section:
         return Section(title, key, lambda: _extensions(table, of_object))
 
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     return {
-        "estimators": (of("advantage estimators", "algorithm.adv_estimator", names.ADV_ESTIMATORS),),
-        "losses": (of("policy losses", f"{actor}.policy_loss.loss_mode", names.POLICY_LOSSES),),
+        "estimators": (table_section("advantage estimators", "algorithm.adv_estimator", names.ADV_ESTIMATORS),),
+        "losses": (table_section("policy losses", f"{actor}.policy_loss.loss_mode", names.POLICY_LOSSES),),
         "rewards": (
             Section("reward functions", "by data_source, or custom_reward_function.path", _reward_functions),
-            of("reward managers", "reward_model.reward_manager", names.REWARD_MANAGERS, of_object=True),
+            table_section("reward managers", "reward_model.reward_manager", names.REWARD_MANAGERS, of_object=True),
         ),
-        "loops": (of("agent loops", f"{rollout}.agent.default_agent_loop, column agent_name", names.AGENT_LOOPS),),
+        "loops": (
+            table_section("agent loops", f"{rollout}.agent.default_agent_loop, column agent_name", names.AGENT_LOOPS),
+        ),
         "engines": (
-            of("rollout engines", f"{rollout}.name", names.ROLLOUTS),
+            table_section("rollout engines", f"{rollout}.name", names.ROLLOUTS),
             Section("training engines", f"{actor}.strategy", _training_engines),
         ),
-        "trackers": (of("trackers", "trainer.logger", names.TRACKERS, of_object=True),),
+        "trackers": (table_section("trackers", "trainer.logger", names.TRACKERS, of_object=True),),
     }
 
 

@@ -118,7 +118,8 @@ def _gpu(options: argparse.Namespace) -> tuple[GPU | None, list[str]]:
 
 
 def _overrides(options: argparse.Namespace, tree: Any, device: str) -> list[str]:
-    """Return the overrides of the run, before them what a plan does not need, and after them the hardware."""
+    """Return overrides: defaults of keys that a plan does not require, then the user's overrides, then the hardware of
+    the options."""
     from omegaconf import OmegaConf
 
     from verl.config.devices import visible_gpu_count
@@ -253,7 +254,8 @@ def _shapes(config: Any, folders: Mapping[str, str]) -> tuple[Mapping[str, Any],
         file = Path(folders.get(path, path)) / "config.json"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{key}: no model can be built from {file}: {reason} Use another model, or another version of transformers."
+            f"{key}: no model can be built from {file}: {reason.rstrip('.')}. Use another model, or another version of"
+            " transformers."
         ) from error
     if "actor" not in shapes:
         raise ValueError(f"{key}: the config.json of {path} is not that of a language model. Use another model.")

@@ -203,7 +203,9 @@ class AlgorithmConfig(Block):
         choices=("keep", "mask", "bootstrap"),
     )
     use_kl_in_reward: bool = key("Subtract the KL to the reference from the token rewards; starts a reference policy.")
-    kl_penalty: str = key("Estimator of that KL.", choices=names.KL_PENALTIES, refused={"full": NO_FULL_KL})
+    kl_penalty: str = key(
+        "Estimator of the KL in the reward.", choices=names.KL_PENALTIES, refused={"full": NO_FULL_KL}
+    )
     kl_ctrl: KLControllerConfig = key("Coefficient of the KL in the reward.")
     state_masking: StateMaskingConfig = key("Markers around environment text (search agent).")
     filter_groups: FilterGroupsConfig = key("Dynamic sampling.")

@@ -26,7 +26,7 @@ def algorithm_rules(config: PPOConfig, report: Report) -> None:
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.clip_cov_lb > loss.clip_cov_ub:
         why = f"is above {ACTOR}.policy_loss.clip_cov_ub = {loss.clip_cov_ub:g}: no token could be selected"
-        report.problem(f"{ACTOR}.policy_loss.clip_cov_lb", loss.clip_cov_lb, why, "Set it below")
+        report.problem(f"{ACTOR}.policy_loss.clip_cov_lb", loss.clip_cov_lb, why, "Set a smaller value")
     _unused_clip(config, report)
     _old_log_prob_rules(config, report)
     correction_rules(config, report)
@@ -77,7 +77,7 @@ def _gdpo(config: PPOConfig, report: Report) -> None:
         )
     if weights and len(weights) != max(1, len(keys)):
         why = f"{len(weights)} weights for {max(1, len(keys))} rewards (algorithm.gdpo.reward_keys)"
-        report.problem("algorithm.gdpo.reward_weights", weights, why, "Set one for each, or leave it out")
+        report.problem("algorithm.gdpo.reward_weights", weights, why, "Set one weight for each reward, or leave it out")
     if keys and algorithm.use_kl_in_reward:
         why = "gdpo normalises each reward separately, and a KL in the token rewards is not one of them"
         fix = f"Set {ACTOR}.use_kl_loss=True instead"

@@ -50,7 +50,7 @@ def engine_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
 def _server_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
     urls = rollout.server_urls
     if not names.rollout_traits(rollout.name).third_party:
-        why = f"{path}.name = {rollout.name} runs in this process"
+        why = f"{path}.name = {rollout.name} runs in the worker processes"
         fix = f"Set the engine that runs there: {path}.name={'|'.join(_EXTERNAL_ENGINES)}"
         report.problem(f"{path}.server_urls", urls, why, fix, (f"{path}.name",))
     for url in urls:
@@ -191,7 +191,7 @@ def precision_excludes_sharing(block: Block, config: Block) -> bool:
 
 
 def run_rules(trainer: RunConfig, report: Report) -> None:
-    """Report names that escape the run's folder, and inconsistent resume keys."""
+    """Report names that escape the run's folder, inconsistent resume keys, and invalid keys of `trainer.record`."""
     for name in ("project_name", "experiment_name"):
         _check_folder_name(f"trainer.{name}", trainer[name], report)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
@@ -206,11 +206,11 @@ def run_rules(trainer: RunConfig, report: Report) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            why = f"is no regular expression: {error}"
+            why = f"is not a regular expression: {error}"
             report.problem("trainer.record.redact", pattern, why, "Correct it, e.g. escape special characters")
     url = trainer.record.alert_url
     if url is not None and not re.match(r"https?://[^/]", url):
-        report.problem("trainer.record.alert_url", url, "is no address of a server", "Set it to https://host/path")
+        report.problem("trainer.record.alert_url", url, "is not the URL of a server", "Set it to https://host/path")
 
 
 def _check_folder_name(key: str, name: str, report: Report) -> None:

@@ -81,7 +81,7 @@ def _parse(value: str) -> Any:
 
 
 def not_an_override(word: str) -> Problem:
-    """Return the problem of an argument that is no override, e.g. without `=`: an error of grammar in Hydra."""
+    """Return the problem of an argument that is not an override (e.g. without `=`): Hydra's parser would reject it."""
     fix = "Write it as key=value"
     if word.endswith((".yaml", ".yml")):
         folder, name = Path(word).parent, Path(word).stem

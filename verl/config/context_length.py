@@ -128,7 +128,7 @@ def _check_reward_model(config: PPOConfig, path: str, policy: str, report: Repor
     limit = context_limit_of_folder(path, reward.model.override_config)
     if limit is None:
         return
-    if _same_files(path, reward.model.input_tokenizer or policy):
+    if _same_tokenizer(path, reward.model.input_tokenizer or policy):
         _check_reader(config, limit, "reward_model.path", reward.path, report)
         return
     max_length = reward.max_length or _model_max_length(path)
@@ -140,7 +140,7 @@ def _check_reward_model(config: PPOConfig, path: str, policy: str, report: Repor
             report.problem("reward_model.max_length", reward.max_length, why, fix, ("reward_model.path",))
 
 
-def _same_files(one: str, other: str) -> bool:
+def _same_tokenizer(one: str, other: str) -> bool:
     """Whether two local folders contain the same tokenizer."""
     folders = [Path(folder).expanduser() for folder in (one, other)]
     present = [[name for name in _TOKENIZER_FILES if (folder / name).is_file()] for folder in folders]

@@ -73,11 +73,11 @@ class RewardModelModelConfig(Block):
 
 
 _PRECISIONS = {True: "bf16", False: "fp32", "bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "no": "fp32"}
-# Values of `use_prefix_grouper`; `auto` needs to save this fraction of the tokens.
+# With `use_prefix_grouper=auto`, prefixes are shared if that saves at least this fraction of the tokens.
 PREFIX_MIN_SAVING = 0.1
 PREFIX_CHOICES = ("auto", "true", "false")
 PREFIX_SYNONYMS = {True: "true", False: "false", "True": "true", "False": "false"}
-_AS_ACTOR = "in ref: the actor's"
+_AS_ACTOR = "in ref: the actor's value"
 # Fields of Megatron Core's TransformerConfig: layers of the outer pipeline stages, activation recomputation.
 UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
@@ -107,7 +107,10 @@ class OptimConfig(Block):
         synonyms={"float32": "fp32", "bfloat16": "bf16"},
     )
     total_training_steps: int | None = key(
-        "Optimizer steps of the learning rate schedule.", null="those of the run", min=1, synonyms={-1: None}
+        "Optimizer steps of the learning rate schedule.",
+        null="the optimizer steps of the run",
+        min=1,
+        synonyms={-1: None},
     )
 
 
@@ -121,13 +124,13 @@ class FSDPConfig(Block):
     fsdp_size: int = key("Ranks per sharded copy of the weights; -1: all of the pool.", null=_AS_ACTOR, min=-1)
     mixed_precision: str = key(
         "Precision of compute; master weights and reductions stay fp32.",
-        null="bf16 on CUDA, fp32 on CPU; in ref: the actor's",
+        null="bf16 on CUDA, fp32 on CPU; in ref: the actor's value",
         choices=("bf16", "fp16", "fp32"),
         synonyms=_PRECISIONS,
     )
     reshard_after_forward: bool | None = key(
         "Free each layer's gathered parameters after its forward pass: less memory, more communication.",
-        null="true if weights are sharded over several ranks, else false; in ref: the actor's",
+        null="true if weights are sharded over several ranks, else false; in ref: the actor's value",
     )
     forward_prefetch: bool = key("Gather each layer's parameters while the previous layer computes.", null=_AS_ACTOR)
 
@@ -138,13 +141,13 @@ class MegatronConfig(Block):
     pipeline_model_parallel_size: int = key("Pipeline parallel size: stages of layers.", null=_AS_ACTOR, min=1)
     virtual_pipeline_model_parallel_size: int | None = key(
         "Interleaved model chunks per pipeline stage, for a shorter pipeline bubble.",
-        null="one; in ref: the actor's",
+        null="one; in ref: the actor's value",
         min=1,
     )
     context_parallel_size: int = key("Context parallel size: ranks per sequence.", null=_AS_ACTOR, min=1)
     expert_model_parallel_size: int = key("Expert parallel size.", null=_AS_ACTOR, min=1)
     expert_tensor_parallel_size: int | None = key(
-        "Tensor parallel size of each expert.", null="tensor_model_parallel_size; in ref: the actor's", min=1
+        "Tensor parallel size of each expert.", null="tensor_model_parallel_size; in ref: the actor's value", min=1
     )
     sequence_parallel: bool = key(
         "Megatron sequence parallelism: tensor ranks share the activations between layers; no effect with one rank.",
@@ -153,7 +156,7 @@ class MegatronConfig(Block):
     use_distributed_optimizer: bool = key("Shard optimizer states over data-parallel ranks.", null=_AS_ACTOR)
     dtype: str = key(
         "Precision of compute; master weights and reductions stay fp32.",
-        null="bf16 on CUDA, fp32 on CPU; in ref: the actor's",
+        null="bf16 on CUDA, fp32 on CPU; in ref: the actor's value",
         choices=("bf16", "fp16", "fp32"),
         synonyms=_PRECISIONS,
         aliases=("mixed_precision",),
@@ -166,7 +169,9 @@ class MegatronConfig(Block):
         null=_AS_ACTOR,
     )
     dist_checkpointing_path: str | None = key(
-        "Folder of a role in a checkpoint, e.g. `…/global_step_100/actor`.", null="none; in ref: the actor's", path=True
+        "Folder of a role in a checkpoint, e.g. `…/global_step_100/actor`.",
+        null="none; in ref: the actor's value",
+        path=True,
     )
     use_mbridge: bool = key(
         "Convert Hugging Face weights with Megatron-Bridge if installed; else with the built-in mapping.",

@@ -80,7 +80,9 @@ def check_loggers(loggers: Sequence[str], report: Report) -> None:
         package = names.tracker_package(name)
         if package is not None and importlib.util.find_spec(package) is None:
             how = install_command(f"pip install -e .[{name}]") if name in _EXTRAS else f"pip install {package}"
-            report.problem("trainer.logger", name, f"{package} is not installed", f"Run {how}, or choose another")
+            report.problem(
+                "trainer.logger", name, f"{package} is not installed", f"Run {how}, or choose another tracker"
+            )
 
 
 def _check_code_and_resume(config: PPOConfig, report: Report) -> None:

@@ -61,7 +61,7 @@ class GenerationConfig(RootConfig):
     data: GenerationDataConfig = key("Prompts and responses.")
     model: GenerationModelConfig = key("Model.")
     rollout: GeneratorConfig = key("Engine and sampling.")
-    trainer: GenerationTrainerConfig = key("Device of the run.")
+    trainer: GenerationTrainerConfig = key("Device and console output.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -141,7 +141,7 @@ def check_generation(config: GenerationConfig, report: Report) -> None:
 
 
 def resolve_eval(config: EvalConfig, report: Report) -> None:
-    """Replace nulls."""
+    """Replace null lists by empty lists."""
     empty_lists(config)
 
 

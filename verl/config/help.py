@@ -237,7 +237,8 @@ def describe_key(root: Root, path: str, entry: Entry, mark: str = "") -> str:
 def _resolve(root: Root, name: str) -> list[str]:
     """Return the full paths of a block or key given by its full path or an end of it (`actor.optim`, `lr`).
 
-    Several keys may have the same end; of several blocks, that of the policy is selected, otherwise it is an error.
+    A match directly below `actor_rollout_ref` takes precedence. Otherwise several keys may match; several matches that
+    include a block raise ValueError.
     """
     declared = dict(walk(root.cls))
     name = alias_table(root.cls).get(name, name)

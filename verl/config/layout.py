@@ -1,4 +1,4 @@
-"""What follows from a PPO configuration: active roles and their layout, async mode, the source of old log-probs."""
+"""Properties derived from a PPO configuration: roles and their layout, async mode, the source of old log-probs."""
 
 from __future__ import annotations
 

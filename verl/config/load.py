@@ -68,7 +68,7 @@ ROOTS = (PPO, SFT, RM, GENERATION, EVAL)
 
 
 def root_of(cls: type[Block]) -> Root:
-    """Return the root of this class."""
+    """Return the `Root` whose class is `cls`."""
     for root in ROOTS:
         if root.cls is cls:
             return root

@@ -11,15 +11,13 @@ from typing import Any
 from verl.config.block_rules import is_installed
 from verl.config.context_length import read_model_config
 from verl.config.engine import RECOMPUTE, UNEVEN, MegatronConfig
-from verl.config.layout import BLOCK_OF_ROLE, ROUTER_REPLAY, active_roles, layout_of
+from verl.config.layout import BLOCK_OF_ROLE, MODEL_OF_ROLE, ROUTER_REPLAY, active_roles, layout_of
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, divisors, near_values, show
 from verl.config.schema import get_path, join
 
 # Keys that determine the ranks of a pool.
 _RANK_KEYS = ("trainer.n_gpus_per_node", "trainer.nnodes", "resource_pool_spec", "role_mapping")
-MODEL_OF_ROLE = {"critic": "critic.model", "reward_model": "reward_model.model"}
-_POLICY_MODEL = "actor_rollout_ref.model"
 # Fields of Core's configurations: keys of this engine, properties of the model, properties of the loss.
 _SIZES = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -93,7 +91,7 @@ def roles_on_megatron(config: PPOConfig) -> list[str]:
 def megatron_rules(config: PPOConfig, report: Report) -> None:
     """Report problems of all roles on this engine that do not depend on the model."""
     for role in roles_on_megatron(config):
-        path, model, layout = BLOCK_OF_ROLE[role], MODEL_OF_ROLE.get(role, _POLICY_MODEL), layout_of(config, role)
+        path, model, layout = BLOCK_OF_ROLE[role], MODEL_OF_ROLE[role], layout_of(config, role)
         lora = get_path(config, model).lora_rank if role in ("actor", "critic") else 0
         megatron_block_rules(
             path, get_path(config, path), (f"{model}.lora_rank", lora), (layout.world_size, layout.pool), report
@@ -269,7 +267,7 @@ def model_layout_rules(config: PPOConfig, report: Report, folders: Mapping[str, 
 
 def _model_dimensions(config: PPOConfig, role: str, folders: Mapping[str, str]) -> list[ModelDimensions]:
     """Return the dimensions of a role's models whose config.json is available locally."""
-    model = get_path(config, MODEL_OF_ROLE.get(role, _POLICY_MODEL))
+    model = get_path(config, MODEL_OF_ROLE[role])
     names, changes = [config.reward_model.path if role == "reward_model" else model.path], model.override_config
     if role == "teacher":
         names, changes = [teacher.model_path for teacher in config.distillation.local_teachers.values()], {}
@@ -380,7 +378,7 @@ class ParallelSizeCheck:
         )
         fix = overrides and f"set {self.block}.override_transformer_config: {overrides}"
         chunks = f" × {parts} interleaved chunks" if parts > 1 else ""
-        placed = f" (of the model's {layers}, {' and '.join(map(str, fixed))} placed)" if fixed else ""
+        placed = f" ({layers} without the first or last stage's {' and '.join(map(str, fixed))})" if fixed else ""
         why = f"{others} stages{chunks} do not divide {remaining} layers{placed}"
         self._report_problem("pipeline_model_parallel_size", stages, why, valid_sizes, fix)
 

@@ -146,7 +146,7 @@ _UNKNOWN_ESTIMATOR = EstimatorTraits("", needs_critic=None)
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """Return the traits of an estimator; whether one that declares none needs a critic is unknown."""
+    """Return the traits of an estimator. If it declares none, `needs_critic` is None (unknown)."""
     return ADV_ESTIMATORS.get_traits(name, _UNKNOWN_ESTIMATOR)
 
 
@@ -169,7 +169,7 @@ class LossTraits(Traits):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """`clip`, or the default of PPO for a loss that does not read it."""
+        """`clip`; for a loss that does not clip, the default of PPO."""
         return self.clip or _DEFAULT_CLIP
 
 
@@ -204,7 +204,7 @@ TRACKERS = ExtensionTable("utils.tracking", "register_tracker", TrackerTraits)
 
 
 def tracker_package(name: str) -> str | None:
-    """Return the Python package that a tracker needs; None: none, or unknown."""
+    """Return the Python package that a tracker needs; None if it needs none or declares no traits."""
     return TRACKERS.get_traits(name, TrackerTraits("")).package
 
 

@@ -150,7 +150,8 @@ def convert_async_training(values: dict[str, Any], report: Report) -> None:
 
 
 def _prompts_per_step(values: Mapping[str, Any], old: Mapping[str, Any]) -> int:
-    """Return the prompts of a step in which `old` counts mini-batches. Missing factors count as 1."""
+    """Return the prompts of a training step: mini-batches per step, by the `async_training` block `old`, times the
+    mini-batch size. Missing factors count as 1."""
     factors = {f"async_training.{name}": old.get(name) for name in ("require_batches", "trigger_parameter_sync_step")}
     factors[_MINI_BATCH_SIZE] = _mapping(_mapping(values, "actor_rollout_ref"), "actor").get("ppo_mini_batch_size")
     return math.prod(_number(key, value) or 1 for key, value in factors.items())

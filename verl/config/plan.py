@@ -246,7 +246,7 @@ def _update_plan(config: PPOConfig, role: str, problems: list[Problem]) -> Updat
         mini_batch_samples_per_rank=per_rank,
         micro_batch_size=None if dynamic else micro,
         micro_batches=None if dynamic else math.ceil(per_rank / micro),
-        # Of one rank: a sequence-parallel group shares each sequence, so its budget is the sum of those of its ranks.
+        # Per rank: the ranks of a sequence-parallel group share each sequence, and their budgets add up.
         token_budget=block.ppo_max_token_len_per_gpu if dynamic else None,
         epochs=block.ppo_epochs,
         optimizer_steps=block.ppo_epochs * max(1, prompts // mini_prompts),
@@ -283,7 +283,7 @@ def _infer_plan(config: PPOConfig, role: str) -> InferPlan:
 
 
 def _mini_batch_problems(config: PPOConfig, plan: UpdatePlan) -> list[Problem]:
-    """Return problems of a mini-batch size that divides neither the prompts of a step nor over the ranks."""
+    """Return the problem of a mini-batch size that does not divide a step's prompts, or that ranks cannot share."""
     key = f"{BLOCK_OF_ROLE[plan.role]}.ppo_mini_batch_size"
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini, dp_size = plan.mini_batch_prompts, plan.layout.dp_size

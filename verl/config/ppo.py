@@ -36,7 +36,9 @@ class DataConfig(Block):
         required="$HOME/data/gsm8k/train.parquet",
         path=True,
     )
-    val_files: list[str] = key("Validation prompts, in the same forms; empty: no validation.", null="none", path=True)
+    val_files: list[str] = key(
+        "Validation prompts, in the forms of train_files; empty: no validation.", null="none", path=True
+    )
     prompt_key: str = key("Column of the prompt (a list of {role, content}).")
     system_prompt: str | None = key("System message for prompts without one.", null="none")
     reward_fn_key: str = key("Column with the data source, which selects the reward function.")
@@ -80,7 +82,9 @@ class TeacherModelConfig(Block):
         null="the teacher runs in this run",
     )
     num_replicas: int | None = key(
-        "Copies of its weights, each sharded over ranks / num_replicas ranks.", null="given by fsdp_size", min=1
+        "Copies of the teacher's weights, each sharded over ranks / num_replicas ranks.",
+        null="given by fsdp_size",
+        min=1,
     )
     key: str | None = key(  # last: shadows the function `key`
         "`data_source` (column data.reward_fn_key) of the rows for this teacher.",

@@ -37,7 +37,7 @@ DEFAULT_MICRO_BATCH = 4
 # conversations spend up to half of their time in tools. A waiting conversation is a coroutine and costs little.
 CONVERSATIONS_PER_SLOT = 2
 MIN_CONCURRENT_REQUESTS = 128  # per loop worker: slow tools need many conversations even with a small engine
-# Default of `max_num_seqs`, if one generation does not need fewer.
+# Default of `max_num_seqs`; lower if training never has so many responses in flight.
 MAX_SEQUENCES = 1024
 # Validation responses to log.
 TRACKED_RESPONSES, CONSOLE_RESPONSES = 20, 5
@@ -182,7 +182,7 @@ def _policy_loss(actor: ActorConfig) -> None:
 
 
 def _generation_batches(config: PPOConfig, report: Report) -> None:
-    """Without dynamic sampling every prompt that is generated is trained on: both batches are the same."""
+    """Without dynamic sampling, set `gen_batch_size` to `train_batch_size`: every generated prompt is trained on."""
     data = config.data
     if not config.algorithm.filter_groups.enable and data.gen_batch_size != data.train_batch_size:
         report.notice(
@@ -199,6 +199,7 @@ def empty_lists(config: Block) -> None:
 
 
 def _pools(config: PPOConfig, report: Report) -> None:
+    """Resolve the resource pools, the pool of each role, and which memory the rollout engine frees."""
     trainer, reward, rollout = config.trainer, config.reward_model, config.actor_rollout_ref.rollout
     if config.resource_pool_spec is None:
         config.resource_pool_spec = {GLOBAL_POOL: [trainer.n_gpus_per_node] * trainer.nnodes}
@@ -283,7 +284,7 @@ def _convert_total(config: PPOConfig, report: Report, block: str, name: str, rol
     setattr(values, name, None)
     dp_size = layout_of(config, role).dp_size
     if per_gpu is not None:
-        why = f"is {per_key} = {per_gpu} summed over all ranks, and both are set"
+        why = f"is the sum of {per_key} over all ranks, but {per_key} = {per_gpu} is set too"
         report.problem(total_key, total, why, f"Keep {per_key} only")
         return
     if total % dp_size:

@@ -23,7 +23,7 @@ class RMDataConfig(SupervisedDataConfig):
     val_max_samples: int = key("Use only the first pairs of the validation set; -1: all.", min=-1)
     prompt_key: str = key("Column of the prompt (text or messages); dots select nested fields: extra_info.question.")
     chosen_key: str = key("Column of the chosen response: text, messages, or a whole conversation.")
-    rejected_key: str = key("Column of the rejected response, in the same forms.")
+    rejected_key: str = key("Column of the rejected response, in the forms of chosen_key.")
     preference_key: str = key("Optional column: probability that the chosen response is preferred (default 1).")
     tie_key: str = key("Optional column: true for ties (probability 0.5).")
     margin_key: str = key("Optional column: margin between the scores (default 0).")

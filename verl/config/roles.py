@@ -26,10 +26,10 @@ _ACTOR = "actor_rollout_ref.actor"
 class PolicyLossConfig(Block):
     loss_mode: str = key("Policy loss.", choices=names.POLICY_LOSSES, extendable=True)
     clip_cov_ratio: float = key("clip_cov: fraction of tokens whose gradient is removed.", min=0, max=1)
-    clip_cov_lb: float = key("clip_cov: smallest covariance of such a token.")
-    clip_cov_ub: float = key("clip_cov: largest covariance of such a token.")
+    clip_cov_lb: float = key("clip_cov: smallest covariance of a token whose gradient is removed.")
+    clip_cov_ub: float = key("clip_cov: largest covariance of a token whose gradient is removed.")
     kl_cov_ratio: float = key("kl_cov: fraction of tokens with the KL penalty.", min=0, max=1)
-    ppo_kl_coef: float = key("kl_cov: coefficient of that penalty.", min=0)
+    ppo_kl_coef: float = key("kl_cov: coefficient of the KL penalty.", min=0)
     tau_pos: float = key("sapo: temperature of the gate for positive advantages.", above=0)
     tau_neg: float = key("sapo: temperature of the gate for negative advantages.", above=0)
 
@@ -50,7 +50,7 @@ class ActorConfig(Block):
         "Samples per rank and forward-backward pass.", null="4, at most the samples of a mini-batch on a rank", min=1
     )
     ppo_micro_batch_size: int | None = key(
-        "The same summed over all ranks; converted to ppo_micro_batch_size_per_gpu.", null="not used", min=1
+        "ppo_micro_batch_size_per_gpu summed over all ranks; converted to that key.", null="not used", min=1
     )
     ppo_epochs: int = key("PPO epochs: passes over each batch.", min=1)
     use_dynamic_bsz: bool = key("Fill micro-batches up to a token budget instead of a fixed number of samples.")
@@ -114,7 +114,7 @@ class RefConfig(Block):
         "Samples per rank and forward pass.", follows=f"{_ACTOR}.ppo_micro_batch_size_per_gpu", min=1
     )
     log_prob_micro_batch_size: int | None = key(
-        "The same summed over all ranks; converted to log_prob_micro_batch_size_per_gpu.", null="not used", min=1
+        "log_prob_micro_batch_size_per_gpu summed over all ranks; converted to that key.", null="not used", min=1
     )
     log_prob_use_dynamic_bsz: bool = key(
         "Fill micro-batches up to a token budget.", follows=f"{_ACTOR}.use_dynamic_bsz"
@@ -157,7 +157,7 @@ class CriticConfig(Block):
         "Samples per rank and forward-backward pass.", null="4, at most the samples of a mini-batch on a rank", min=1
     )
     ppo_micro_batch_size: int | None = key(
-        "The same summed over all ranks; converted to ppo_micro_batch_size_per_gpu.", null="not used", min=1
+        "ppo_micro_batch_size_per_gpu summed over all ranks; converted to that key.", null="not used", min=1
     )
     forward_micro_batch_size_per_gpu: int = key(
         "Samples per rank and forward pass when values are computed.",
@@ -165,7 +165,7 @@ class CriticConfig(Block):
         min=1,
     )
     forward_micro_batch_size: int | None = key(
-        "The same summed over all ranks; converted to forward_micro_batch_size_per_gpu.", null="not used", min=1
+        "forward_micro_batch_size_per_gpu summed over all ranks; converted to that key.", null="not used", min=1
     )
     ppo_epochs: int = key("PPO epochs: passes over each batch.", follows=f"{_ACTOR}.ppo_epochs", min=1)
     use_dynamic_bsz: bool = key("Fill micro-batches up to a token budget.", follows=f"{_ACTOR}.use_dynamic_bsz")
@@ -219,7 +219,7 @@ class JudgeConfig(Block):
     parser: str = key("Parser of the judgement.", choices=("json", "regex"))
     field: str = key("json: field with the score in the last JSON object of the judgement.")
     json_schema: dict[str, Any] = key("json: schema of the judgement; {}: a reason and the score.")
-    constrain: bool = key("json: constrain decoding to that schema (response_format).")
+    constrain: bool = key("json: constrain decoding to json_schema (response_format).")
     pattern: str = key("regex: pattern whose first group is the score; the last match is used.")
     low: float = key("Lowest score, mapped to 0; scores outside of the range are invalid.")
     high: float = key("Highest score, mapped to 1.")
@@ -265,7 +265,7 @@ class RewardModelConfig(Block):
         "Samples per rank and forward pass.", follows="actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", min=1
     )
     micro_batch_size: int | None = key(
-        "The same summed over all ranks; converted to micro_batch_size_per_gpu.", null="not used", min=1
+        "micro_batch_size_per_gpu summed over all ranks; converted to that key.", null="not used", min=1
     )
     use_dynamic_bsz: bool = key(
         "Fill micro-batches up to a token budget.", follows="actor_rollout_ref.actor.use_dynamic_bsz"
@@ -274,8 +274,8 @@ class RewardModelConfig(Block):
         "Token budget per rank and forward pass.", follows="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", min=1
     )
     max_length: int | None = key(
-        "Largest input length if its tokenizer differs from the policy's; longer texts are truncated at the beginning.",
-        null="model_max_length of its tokenizer",
+        "Largest input length if the tokenizers of reward model and policy differ; longer texts lose their beginning.",
+        null="model_max_length of the reward model's tokenizer",
         min=1,
     )
     use_torch_compile: bool = key(

@@ -38,8 +38,10 @@ class SFTDataConfig(SupervisedDataConfig):
     )
     val_n: int = key("Responses per prompt of val_prompt_files.", min=1)
     max_prompt_length: int = key("Largest prompt length of val_prompt_files in tokens.", min=1)
-    reward_fn_key: str = key("Column of the data source there, which selects the reward function.")
-    ground_truth_key: str = key("Column of the correct answer there, for rows without reward_model.ground_truth.")
+    reward_fn_key: str = key("Column of the data source in val_prompt_files, which selects the reward function.")
+    ground_truth_key: str = key(
+        "Column of the correct answer in val_prompt_files, for rows without reward_model.ground_truth."
+    )
     rewritten_turns: str = key(
         "If the chat template rewrites earlier turns (e.g. drops thinking): split into rows, or raise an error.",
         choices=("split", "error"),
@@ -63,8 +65,10 @@ class SFTConfig(SupervisedConfig):
     )
     megatron_config: MegatronConfig = key("Megatron engine.", aliases=("megatron",))
     rollout: GeneratorConfig = key("Generation for data.val_prompt_files.")
-    reward_model: EvalRewardConfig = key("Scoring of these responses.")
-    custom_reward_function: CustomRewardFunctionConfig = key("Custom reward function for these responses.")
+    reward_model: EvalRewardConfig = key("Scoring of the responses to data.val_prompt_files.")
+    custom_reward_function: CustomRewardFunctionConfig = key(
+        "Custom reward function for the responses to data.val_prompt_files."
+    )
     trainer: SFTTrainerConfig = key("Run: devices, steps, checkpoints, trackers.")
 
     @property
@@ -169,7 +173,7 @@ def check_environment(config: SFTConfig, report: Report) -> None:
 
 
 def _check_megatron(config: SFTConfig, report: Report) -> None:
-    """Report a missing package or file of the megatron engine, and sizes that do not fit to the model."""
+    """Report a missing package or file of the megatron engine, and parallel sizes that do not divide the model."""
     engine, sizes = names.TRAINING_ENGINES["megatron"], config.megatron_config
     if not is_installed(engine.package):
         fix = f"Run {install_command(engine.install)}; or set strategy=fsdp2"

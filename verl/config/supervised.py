@@ -32,7 +32,9 @@ class SupervisedDataConfig(Block):
     train_files: list[str] = key(
         "Training rows: one path, a list, a folder or a hub name.", required="$HOME/data/gsm8k/train.parquet", path=True
     )
-    val_files: list[str] = key("Validation rows, in the same forms; empty: no validation.", null="none", path=True)
+    val_files: list[str] = key(
+        "Validation rows, in the forms of train_files; empty: no validation.", null="none", path=True
+    )
     train_batch_size: int = key("Rows per training step, over all ranks.", min=1)
     micro_batch_size_per_gpu: int = key("Rows per forward pass on a rank.", null="4, at most a rank's rows", min=1)
     use_dynamic_bsz: bool = key("Fill micro-batches up to max_token_len_per_gpu instead of a fixed number of rows.")

@@ -12,11 +12,11 @@ from verl.config.schema import Block, key
 class RecordConfig(Block):
     enable: bool = key("Record the run in default_local_dir/record (docs/guides/monitoring.md), for verl view.")
     max_mb_per_step: float = key(
-        "Megabytes of trajectories, rows or pairs recorded per step, before compression; of larger steps a sample.",
+        "Megabytes of trajectories, rows or pairs recorded per step, before compression; larger steps are sampled.",
         min=0,
     )
     max_gb: float = key(
-        "Gigabytes of the whole recording, with those of earlier runs; beyond it, these and then steps are deleted.",
+        "Size limit in GB of the recording and those of earlier runs; beyond it, earlier runs, then steps are deleted.",
         above=0,
     )
     texts: bool = key("Record texts and token ids; False: numbers only.")
@@ -29,7 +29,9 @@ class RunConfig(Block):
     """Keys of the run that all training programs have."""
 
     nnodes: int = key("Number of nodes.", min=1)
-    nodes_within: float = key("Timeout in seconds for missing nodes at (re)start, and of nodes for their head.", min=0)
+    nodes_within: float = key(
+        "Seconds to wait for missing nodes at (re)start; on other nodes, for the head node.", min=0
+    )
     n_gpus_per_node: int = key("GPUs (without GPUs: processes) per node.", null="all GPUs, 1 if none", min=1)
     device: str = key("Device; auto: cuda if a GPU is found, else cpu.", choices=("auto", "cuda", "cpu"))
     total_epochs: int = key("Passes over the training data.", min=1)
@@ -128,7 +130,7 @@ class TrainerConfig(RunConfig):
         aliases=("val_generations_to_log_to_wandb",),
     )
     console_val_generations: int = key(
-        "Validation responses shown on the console.", null="log_val_generations or 5", min=0
+        "Validation responses shown on the console.", null="log_val_generations, or 5 if that is null too", min=0
     )
     max_actor_ckpt_to_keep: int | None = key("Actor checkpoints to keep.", null="keep all", min=1)
     max_critic_ckpt_to_keep: int | None = key(

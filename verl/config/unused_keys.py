@@ -127,7 +127,7 @@ def _below(block: str, *keys: str) -> tuple[str, ...]:
 
 
 def _is_set(path: str) -> Callable[[PPOConfig], bool]:
-    """Return a condition: the value of the key is none of null, False, 0 and -1."""
+    """Return the condition that the value of the key is not null, False, 0 or -1."""
     return lambda config: get_path(config, path) not in (None, False, 0, -1)
 
 

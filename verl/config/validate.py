@@ -155,7 +155,7 @@ def _optimizers(config: PPOConfig, report: Report) -> None:
 
 
 def _engines(config: PPOConfig, report: Report) -> None:
-    """Report Megatron parallel sizes of roles with another strategy."""
+    """For roles with another strategy than megatron, report Megatron parallel sizes and invalid FSDP sizes."""
     for role in active_roles(config):
         path = BLOCK_OF_ROLE.get(role)
         if path is None or role == "ref" or get_path(config, path).strategy == "megatron":
@@ -227,7 +227,9 @@ def _judge(config: PPOConfig, report: Report) -> None:
         why = "custom_reward_function.path scores the responses; it can call the judge itself, at reward_router_address"
         report.problem(f"{at}.enable", True, why, "Leave one of them out")
     if judge.low >= judge.high:
-        report.problem(f"{at}.low", judge.low, f"is not below {at}.high = {judge.high:g}", "Set the lowest score")
+        report.problem(
+            f"{at}.low", judge.low, f"is not below {at}.high = {judge.high:g}", "Set the lowest score below the highest"
+        )
     try:
         if re.compile(judge.pattern).groups < 1:
             report.problem(f"{at}.pattern", judge.pattern, "has no group", "Put the score into parentheses")

@@ -217,8 +217,8 @@ def _advice(changes: list[MemoryChange], fits: bool, fits_alone: bool) -> str:
         return stop_others
     listed = "; ".join(f"{number}) {change}" for number, change in enumerate(changes, start=1))
     if fits:
-        auto = "" if any(change.remedy.changes_training for change in changes) else " trainer.auto_memory=True, or"
-        text = f"set{auto}, cheapest first and each on top of those before: {listed}"
+        auto = "" if any(change.remedy.changes_training for change in changes) else "trainer.auto_memory=True, or "
+        text = f"set {auto}all of these keys (each size includes the keys before it): {listed}"
         return f"{stop_others}; or {text}" if fits_alone else text
     hardware = "use more devices, tensor parallelism over them, a host with more memory, or a smaller model"
     return f"{listed}; that is not enough: {hardware}" if listed else hardware
@@ -236,7 +236,7 @@ class LargestValue:
     limit: int
     """The largest value that was tried."""
     reason: str
-    """What `limit` is limited by."""
+    """What determines `limit`."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Known GPUs (memory and peak rates) and known models, for plans of other machines and the largest model.
 
-Shapes of models are available without building them, which would import torch: of the Qwen2.5 models by formula, and of
-local models from a cache. The Qwen2.5 models are the sizes that are tried for the largest model that fits. They also
-stand for a hub model of that name whose config.json is not on this machine.
+Shapes of Qwen2.5 models are computed by formula, and shapes of local models are read from a cache, because building a
+model imports torch. The largest model that fits is searched among the Qwen2.5 models. Their shapes are also used for
+hub models of these names whose config.json is not on this machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class GPU:
-    """A device."""
+    """A type of GPU."""
 
     name: str
     memory_gb: float

@@ -1,6 +1,6 @@
 """Check before models are loaded that a run fits into memory, and log its plan; `trainer.auto_memory` makes it fit.
 
-Prefixes of rows are not shared if the model excludes it.
+Sharing of prefixes is disabled for models that do not support it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from verl.config import PPOConfig, SupervisedConfig
 from verl.config.context_length import read_model_config
 from verl.config.devices import gpu_memory, host_memory_available, host_memory_total
-from verl.config.layout import BLOCK_OF_ROLE, active_roles, serves_reward_model
-from verl.config.megatron import MODEL_OF_ROLE, roles_on_megatron
+from verl.config.layout import BLOCK_OF_ROLE, MODEL_OF_ROLE, active_roles, serves_reward_model
+from verl.config.megatron import roles_on_megatron
 from verl.config.problems import Report
 from verl.config.schema import get_path, set_path
 from verl.config.trainer import RunConfig
@@ -81,7 +81,7 @@ def _log(messages: Sequence[str]) -> None:
 
 
 def _excess_with_kept_kv(config: PPOConfig, plan_of: Callable[[PPOConfig], MemoryPlan]) -> str | None:
-    """Return which phase does not fit with a kept KV cache; None if all do that fit without it."""
+    """Describe the first phase that does not fit and takes more memory with a kept KV cache; None if there is none."""
     kept, freed = copy.deepcopy(config), copy.deepcopy(config)
     kept.trainer.partial_kv, freed.trainer.partial_kv = "keep", "recompute"
     for phase in plan_of(kept).phases:
@@ -91,8 +91,8 @@ def _excess_with_kept_kv(config: PPOConfig, plan_of: Callable[[PPOConfig], Memor
 
 
 def model_shapes(config: PPOConfig, folders: Mapping[str, str]) -> tuple[dict[str, ModelShape], list[str]]:
-    """Return the shapes of the models of a run that are on this machine, by role as in `memory_plan`, and the other
-    roles."""
+    """Return the shapes of the models of a run that are on this machine, by role as in `memory_plan`, and the roles
+    whose model is not."""
     policy = config.actor_rollout_ref
     models: dict[str, tuple[str | None, Any, ModelKind]] = {"actor": (policy.model.path, policy.model, "causal_lm")}
     if config.critic.enable:
@@ -117,7 +117,7 @@ def check_megatron_support(config: PPOConfig, folders: Mapping[str, str]) -> Non
     megatron_roles = roles_on_megatron(config)
     models: list[tuple[str, str, Any]] = []
     for role in megatron_roles:
-        block = MODEL_OF_ROLE.get(role, "actor_rollout_ref.model")
+        block = MODEL_OF_ROLE[role]
         if role != "teacher":
             key = "reward_model.path" if role == "reward_model" else f"{block}.path"
             models.append((role, key, get_path(config, block)))
@@ -194,7 +194,7 @@ def _shape(path: str | None, model: Any, kind: ModelKind = "causal_lm") -> Model
         return None
     if not os.path.isdir(expand_path(path)):
         name, rank = known_name(path), model["lora_rank"] if "lora_rank" in model else 0
-        changed = set(model.override_config) - {"num_labels"}  # the only value is 1
+        changed = set(model.override_config) - {"num_labels"}  # always 1, as in known shapes
         return None if name is None or changed else known_shape(name, kind, rank)
     return model_shape(resolve_model_path(path), model, kind)
 
@@ -224,18 +224,18 @@ def exclude_shared_prefixes(config: PPOConfig, shapes: Mapping[str, ModelShape])
         name = "actor" if role == "ref" else role
         for model, shape in shapes.items():
             if model.partition("/")[0] == name and role in active_roles(config):
-                _exclude(get_path(config, path), f"{path}.{_SHARING}", shape, config.trainer.device, report)
+                _exclude_sharing(get_path(config, path), f"{path}.{_SHARING}", shape, config.trainer.device, report)
     report.raise_if_any()
 
 
 def exclude_supervised_sharing(config: SupervisedConfig, shape: ModelShape) -> None:
-    """The same for a supervised run."""
+    """The same as `exclude_shared_prefixes` for a supervised run."""
     report = Report()
-    _exclude(config, _SHARING, shape, config.trainer.device, report)
+    _exclude_sharing(config, _SHARING, shape, config.trainer.device, report)
     report.raise_if_any()
 
 
-def _exclude(block: Any, key: str, shape: ModelShape, device: str, report: Report) -> None:
+def _exclude_sharing(block: Any, key: str, shape: ModelShape, device: str, report: Report) -> None:
     mode, why = block.use_prefix_grouper, shape.sharing_obstacle
     if why is None or device != "cuda" or block.strategy == "megatron" or mode == "false":
         return

@@ -144,8 +144,10 @@ def _third_party_bytes(
     """Return the bytes of a third-party engine, which takes its configured share of the device whatever the model.
 
     vLLM includes weights, activations and graphs in `gpu_memory_utilization`; SGLang and TensorRT-LLM exclude the
-    activations of a step. Outside generation it keeps its process, a bucket buffer and `resident_weights`. In a weight
-    sync, before it generates, it has a copy of a bucket (two if its ranks have their own processes) and a fused layer.
+    activations of a step. Outside generation it keeps its process, a bucket buffer, `resident_weights` and, without
+    `free_cache_engine`, its KV cache. In a weight sync, before it generates, it has a copy of a bucket (two if its
+    ranks have their own processes) and a fused layer.
+
     `bucket`, `layer`: bytes of a weight-sync bucket and of one layer.
     """
     share = max(rollout.gpu_memory_utilization * device.total, parts.weights)

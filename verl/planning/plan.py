@@ -222,8 +222,9 @@ def _model(
 ) -> ModelMemory:
     """Return the memory of a model with the engine settings of `block`; it is frozen if `block` has no optimizer.
 
-    `dynamic`: its micro-batches are limited by tokens. A shared token then has copied keys in several rows; a limited
-    number of rows has no more keys than without sharing. On a CPU, attention and its limits are those of whole rows.
+    `dynamic`: its micro-batches are limited by tokens. Sharing prefixes then adds rows to a micro-batch, and attention
+    copies the keys of a prefix for each of them. With a fixed number of rows there are no more keys than without
+    sharing. On a CPU, attention and token limits apply to whole rows.
     """
     trains = "optim" in block
     copies_keys = dynamic and device == "cuda" and block["use_prefix_grouper"] != "false"
@@ -322,7 +323,8 @@ def _hosted_models(
     reward_server: RewardServerMemory | None,
     host: HostMemory | None,
 ) -> tuple[dict[str, HostedModel], HostPhases]:
-    """Return the models by config block on a node that has ranks of every role, and the function of its phases."""
+    """Return the models by config block on a node that has ranks of every role, and the function that returns
+    its host phases."""
     trainer = config.trainer
     ranks = {role: min(trainer.n_gpus_per_node, layout_of(config, role).world_size) for role in active_roles(config)}
     hosted = {}
@@ -410,7 +412,7 @@ def check_layouts(config: PPOConfig, shapes: Mapping[str, ModelShape]) -> None:
 
 
 def check_supervised_layout(config: SupervisedConfig, shape: ModelShape) -> None:
-    """The same for a supervised run."""
+    """The same as `check_layouts` for a supervised run."""
     report = Report()
     if config.strategy != "megatron":
         _check_heads(_ULYSSES, config.ulysses_sequence_parallel_size, shape, report)
@@ -425,7 +427,7 @@ def _check_rollout(config: PPOConfig, shape: ModelShape | None, report: Report) 
     _check_heads(_TENSOR_PARALLEL, size, shape, report)
     key_heads_fit = max(size, shape.kv_heads) % min(size, shape.kv_heads) == 0
     if rollout.name == "native" and not key_heads_fit and not report.problems:
-        why = f"the model has {shape.kv_heads} key heads; one of both must divide the other"
+        why = f"the model has {shape.kv_heads} key heads; one of the two numbers must divide the other"
         report.problem(_TENSOR_PARALLEL, size, why, f"Use one of {', '.join(map(str, divisors(shape.kv_heads)))}")
 
 

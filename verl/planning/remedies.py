@@ -61,7 +61,7 @@ class Remedy:
     """(key, value): the remedy applies only if another key has this value."""
 
     def values(self, now: Any, lowest: int = 1, highest: int = 1 << 30) -> Iterator[Any]:
-        """Yield the values to try after the current value `now`, the smallest change first; none if there is none.
+        """Yield the values to try after the current value `now`, the smallest change first; none if no change is left.
 
         `lowest`, `highest`: bounds of `halve` and `double`.
         """

@@ -29,7 +29,7 @@ from verl.planning.plan import memory_plan, supervised_memory_plan
 from verl.planning.seconds import MeanLengths, PhaseSeconds, step_seconds, supervised_seconds, total_seconds
 from verl.planning.shapes import ModelShape
 
-# What names in the tables mean, where they do not say it themselves.
+# Explanations of phases and columns in the tables whose names are not self-explanatory.
 _PHASE_TEXTS = {
     "gen": "generation",
     "old_log_prob": "log-probs before the update",
@@ -49,7 +49,7 @@ _PART_TEXTS = {
     "context": "CUDA",
     "processes": "Python processes",
     "snapshot": "copy of the checkpoint that is written during training",
-    "copies": "buffers while it is written",
+    "copies": "buffers for writing a checkpoint",
     "files": "checkpoints in a memory file system",
     "batches": "rows of a step",
 }

@@ -341,6 +341,7 @@ def stage_layers(
     if min(map(min, sizes)) < 0:
         raise ValueError(
             f"pipeline_model_parallel_size: {layers} layers are too few for {pp} stages of {chunks} chunks."
+            " Use fewer stages or chunks."
         )
     ends = accumulate((sizes[stage][chunk] for chunk in range(chunks) for stage in range(pp)), initial=0)
     ranges = [range(start, stop) for start, stop in pairwise(ends)]
@@ -353,7 +354,7 @@ def _uneven_stages(layers: int, pp: int, first: int | None, last: int | None) ->
     if remaining < 0 or (remaining % others if others else remaining):
         raise ValueError(
             f"{_UNEVEN_KEYS}: {first} and {last} leave {remaining} of {layers} layers, which cannot be divided evenly "
-            f"over {others} other stages."
+            f"over {others} other stages. Change one of these numbers."
         )
     middle = [remaining // others] * others if others else []
     return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
@@ -373,5 +374,6 @@ def _layers_per_chunk(layers: int, chunks: int) -> int:
     if layers % chunks:
         raise ValueError(
             f"virtual_pipeline_model_parallel_size: {chunks} does not divide the {layers} layers of a stage."
+            " Use a divisor."
         )
     return layers // chunks

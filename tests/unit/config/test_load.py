@@ -191,7 +191,7 @@ def test_two_spellings_that_disagree_are_a_problem():
 
 def test_sizes_over_all_ranks_and_per_rank():
     both = problems(f"{ACTOR}.ppo_micro_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
-    assert "both are set" in both[f"{ACTOR}.ppo_micro_batch_size"].why
+    assert "is set too" in both[f"{ACTOR}.ppo_micro_batch_size"].why
     two = load(f"{ACTOR}.ppo_micro_batch_size=8", "critic.ppo_micro_batch_size=4", "trainer.n_gpus_per_node=2")
     assert two.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
     assert two.critic.ppo_micro_batch_size_per_gpu == 2
