@@ -58,6 +58,7 @@ NO_MODEL = "unused"
 REWARD_MODEL, AGENT, CUSTOM = "a reward model", "its agent", "custom"
 
 _MAX_SAMPLE_CHARACTERS = 700
+# Number of rows and time limit of the check before training.
 _START_ROWS = 8
 _START_SECONDS = 1.5
 
@@ -77,13 +78,13 @@ class SourceReward:
 
     rows: int
     function: str | None
-    """The file of the reward function, REWARD_MODEL, AGENT or CUSTOM; None: nothing scores them."""
+    """Module name of the reward function, REWARD_MODEL, AGENT or CUSTOM; None: the rows cannot be scored."""
     tried: int = 0
     """Number of ground truths that were scored as if they were the response, in the expected format."""
     correct: int = 0
     """Number of tried ground truths with a score of 1."""
     first_wrong: str | None = None
-    """Description of the first other one."""
+    """Description of the first tried ground truth with another score; None: all score 1."""
 
     def problem(self) -> str | None:
         """Return the problem of ground truths that do not score 1, if there are any."""
@@ -223,9 +224,9 @@ def _columns(rows: Rows) -> list[DataColumn]:
 
 def _source_rewards(rows: Rows, key: str, truth_key: str, scored_rows: int) -> dict[str, SourceReward]:
     """Return per data source the function that scores it, and how many of its ground truths score 1."""
-    places = {source: numbers for source, numbers in _rows_by_source(rows, key).items() if isinstance(source, str)}
+    by_source = {source: numbers for source, numbers in _rows_by_source(rows, key).items() if isinstance(source, str)}
     sources, chosen = {}, np.zeros(len(rows), dtype=bool)
-    for name, numbers in places.items():
+    for name, numbers in by_source.items():
         row = rows[numbers[0]]
         function = REWARD_MODEL if uses_reward_model(row) else AGENT if is_scored_by_agent(row) else None
         if matching(name, known_data_sources()) is not None:
@@ -243,11 +244,11 @@ def _source_rewards(rows: Rows, key: str, truth_key: str, scored_rows: int) -> d
 
 def _rows_by_source(rows: Rows, key: str) -> dict[Any, list[int]]:
     """Return the row numbers of every value of the column `key` (which may be nested: `a.b`)."""
-    places: dict[Any, list[int]] = defaultdict(list)
+    by_value: dict[Any, list[int]] = defaultdict(list)
     for first, batch in rows.batches([key.split(".")[0]]):
         for number, row in enumerate(batch, start=first):
-            places[value_at(row, key)].append(number)
-    return places
+            by_value[value_at(row, key)].append(number)
+    return by_value
 
 
 def _score_ground_truth(row: dict[str, Any], truth: Any, source: str, where: str, result: SourceReward) -> None:
@@ -388,9 +389,11 @@ def check_reward_at_start(manager: Any, dataset: Any, reward_fn_key: str, defaul
     )
     if report.fatal_error is not None:
         manager.close()
+        scorer = "custom_reward_function" if own_function else "built-in reward function"
         raise ValueError(
-            f"custom_reward_function: none of the responses to {len(rows)} rows could be scored."
-            f" The first error:\n{report.fatal_error}\nTry it alone: python -m verl.utils.reward_check FILE."
+            f"{scorer}: none of the responses to {len(rows)} rows could be scored."
+            f" The first error:\n{report.fatal_error}\nTest the function separately:"
+            " python -m verl.utils.reward_check FILE."
         )
     passed = [f"{finding.question}: {finding.answer}" for finding in report.findings if finding.verdict == "ok"]
     logger.info("reward check, %d rows: %s", len(rows), "; ".join(passed))
@@ -401,12 +404,12 @@ def check_reward_at_start(manager: Any, dataset: Any, reward_fn_key: str, defaul
 
 def _sample_rows(rows: Rows, key: str, n: int, seed: int) -> list[dict[str, Any]]:
     """Return up to `n` random rows, from all data sources in turn."""
-    places = _rows_by_source(rows, key)
+    by_source = _rows_by_source(rows, key)
     generator = random.Random(seed)
-    for numbers in places.values():
+    for numbers in by_source.values():
         generator.shuffle(numbers)
-    turns = min(n, max(map(len, places.values()), default=0))
-    order = [numbers[turn] for turn in range(turns) for numbers in places.values() if turn < len(numbers)]
+    turns = min(n, max(map(len, by_source.values()), default=0))
+    order = [numbers[turn] for turn in range(turns) for numbers in by_source.values() if turn < len(numbers)]
     return [rows[number] for number in order[:n]]
 
 

@@ -194,7 +194,9 @@ def show_report(report: CheckReport, console: Console | None = None) -> None:
         console.print(f"[red]{number}.[/red] {escape(problem)}", soft_wrap=True)
     count = len(report.problems)
     plural = "s" if count != 1 else ""
-    console.print(f"[bold red]{count} problem{plural}[/]" if count else "[bold green]ok[/]: these files train")
+    console.print(
+        f"[bold red]{count} problem{plural}[/]" if count else "[bold green]ok[/]: these files can be used for training"
+    )
 
 
 def _show_reward(report: RewardReport, console: Console) -> None:
@@ -212,11 +214,11 @@ def _show_reward(report: RewardReport, console: Console) -> None:
     if report.fatal_error is not None:
         console.print(escape(f"no answer could be scored. The first error:\n{report.fatal_error}"), soft_wrap=True)
     if report.failed:
-        console.print("not to be trusted")
+        console.print("failed: do not train with this reward")
     elif report.right_answers_verified:
         console.print("ok: this reward distinguishes right from wrong")
     else:
-        console.print("not verified: no answer that was tried has the score of a right one", soft_wrap=True)
+        console.print("not verified: none of the tried answers was scored as correct", soft_wrap=True)
 
 
 def _column_table(columns: list[DataColumn]) -> Table:

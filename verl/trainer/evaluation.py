@@ -62,7 +62,7 @@ def evaluate(config: EvalConfig) -> Metrics:
 def show_metrics(metrics: Metrics, console: Console) -> None:
     """Print a table with the metrics of each data source and their 95 % intervals over prompts."""
     table = Table()
-    for name in ("data source", "of", "metric"):
+    for name in ("data source", "variable", "metric"):
         table.add_column(name)
     for name in ("value", "95 % interval"):
         table.add_column(name, justify="right")

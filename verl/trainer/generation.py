@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 RESPONSES = "responses"
 """The column of the output file that contains the responses."""
 
-# Name of the job in the engine host; it has no others.
+# Name of the only job of the engine host.
 _JOB = "generation"
 # A `collect` call returns after this time at the latest.
 _COLLECT_S = 2.0
@@ -56,7 +56,7 @@ _COLLECT_S = 2.0
 _SETTINGS_KEY = b"verl.generation"
 _RESPONSE_TYPE = pa.list_(pa.string())
 
-# Keys of `rollout` that determine the responses; the others affect only speed.
+# Keys of `rollout` that are stored with the responses and must be the same in a run that resumes.
 _RESPONSE_KEYS = (
     "name",
     "temperature",
@@ -81,15 +81,15 @@ def generate_responses(config: GenerationConfig) -> Path:
     with show_startup(one_line), startup_phase("prompts"):
         prompts = _PromptBatches(config)
     output = Path(config.data.output_path).absolute()
-    with ResponseStore(output, prompts.settings(), prompts.batches) as store:
+    with ResponseStore(output, prompts.settings(), prompts.batch_count) as store:
         if store.finished:
             logger.info("%s exists already, with these settings", output)
             return output
         missing = store.missing()
         if missing:
-            stored = prompts.batches - len(missing)
+            stored = prompts.batch_count - len(missing)
             if stored:
-                logger.info("%d of %d batches are kept from an earlier run", stored, prompts.batches)
+                logger.info("%d of %d batches are kept from an earlier run", stored, prompts.batch_count)
             with fields_as_keys("rollout", RolloutConfig):
                 summary = _generate(config, prompts, store, missing)
             if one_line:
@@ -113,7 +113,7 @@ class _PromptBatches:
         if problems:
             raise DataError(problems)
         self.count = len(rows) if data.max_samples < 0 else min(data.max_samples, len(rows))
-        self.batches = -(-self.count // data.batch_size)
+        self.batch_count = -(-self.count // data.batch_size)
         self.table = _read_rows(rows, self.count)
         self.model_path = resolve_model_path(config.model.path)
         check_context_length(config, self.model_path)
@@ -160,7 +160,7 @@ class _PromptBatches:
 def _generate(config: GenerationConfig, prompts: _PromptBatches, store: ResponseStore, missing: list[int]) -> str:
     """Generate and store the missing batches, and show the progress; return a summary."""
     n, console = config.data.n_samples, config.trainer.console
-    status = RunStatus(prompts.batches, prompts.batches - len(missing))
+    status = RunStatus(prompts.batch_count, prompts.batch_count - len(missing))
     with show_startup(console == LINE), startup_phase("engine"):
         engine = _open_engine(config, prompts.model_path)
     lengths: list[int] = []
@@ -236,12 +236,12 @@ class ResponseStore:
     the responses: a later run with the same settings continues with the missing batches.
     """
 
-    def __init__(self, output: Path, settings: Mapping[str, Any], batches: int) -> None:
+    def __init__(self, output: Path, settings: Mapping[str, Any], batch_count: int) -> None:
         self.output = output
         self.folder = output.with_name(f"{output.name}.parts")
         # Normalised by JSON, for the comparison with stored settings.
         self._settings = json.loads(json.dumps(settings, sort_keys=True, default=str))
-        self._batches = batches
+        self._batch_count = batch_count
         self._lock = FileLock(output.with_name(f".{output.name}.lock"))
 
     def __enter__(self) -> ResponseStore:
@@ -274,7 +274,7 @@ class ResponseStore:
 
     def missing(self) -> list[int]:
         """Return the numbers of the batches that are not stored yet."""
-        return [number for number in range(self._batches) if not self._part(number).exists()]
+        return [number for number in range(self._batch_count) if not self._part(number).exists()]
 
     def add(self, number: int, responses: Sequence[Sequence[str]]) -> None:
         """Store the responses to each prompt of a batch; they are on disk when this returns."""
@@ -282,7 +282,7 @@ class ResponseStore:
 
     def finish(self, rows: pa.Table) -> None:
         """Write `rows` with their responses atomically, and remove the folder."""
-        parts = [pq.read_table(self._part(number)).column(RESPONSES) for number in range(self._batches)]
+        parts = [pq.read_table(self._part(number)).column(RESPONSES) for number in range(self._batch_count)]
         responses = pa.chunked_array([chunk for part in parts for chunk in part.chunks], _RESPONSE_TYPE)
         table = rows.append_column(RESPONSES, responses)
         metadata = {**(table.schema.metadata or {}), _SETTINGS_KEY: json.dumps(self._settings).encode()}

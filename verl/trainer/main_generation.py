@@ -19,7 +19,7 @@ from verl.utils.console import LINE, show_startup, startup_phase
 @command(
     "generation",
     invalid_input=(ValueError,),
-    # Training has the keys of the engine in another block.
+    # Messages name the keys of a training run, where `rollout` and `model` are in the block `actor_rollout_ref`.
     reword=lambda text: text.replace("actor_rollout_ref.", ""),
     interrupted="stopped. Finished batches are kept: the same command resumes there.",
 )

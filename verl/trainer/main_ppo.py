@@ -44,7 +44,7 @@ __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_
 
 logger = logging.getLogger(__name__)
 
-# The last lines of a controller that failed are awaited so long; one that died writes none.
+# Maximum time to wait for the last output lines of a controller that failed; a controller that died writes none.
 _ERROR_OUTPUT_S = 1.0
 
 
@@ -97,8 +97,9 @@ def run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool
     """Run the TaskRunner as a Ray actor, show its progress and handle stop signals. Returns None if the run has
     finished; else the signal that stopped it, or a message if a step was given up because of it.
 
-    `head`: the Ray head that this process started, or None. `is_program`: nothing follows the run in this process. A
-    Ray cluster started here is then shut down, so that no actor output follows the last log line.
+    `head`: the Ray head that this process started, or None. `is_program`: the process ends after the run. If it does,
+    or if a signal stopped the run, a Ray connection that this call opened is shut down, so that no actor output follows
+    the last log line.
     """
     with before_first_step():
         import ray
@@ -117,7 +118,7 @@ def run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool
     stopping: AbstractContextManager[StopRequest] = nullcontext(StopRequest())
     if hasattr(runner, "request_stop"):
         request, seconds = StopRequest(), config.trainer.save_within
-        message = FINISH_STEP if seconds is None else f"stopping: saved first, if it can be in {seconds:g} s"
+        message = FINISH_STEP if seconds is None else f"stopping: the state is saved first if {seconds:g} s suffice"
         is_starting = monitor.before_first_step if starts_ray else lambda: False
         stopping = stop_on_signals(
             lambda: _request_stop(runner, request.signal), processes.kill, message, request, is_starting
@@ -139,12 +140,13 @@ def run_on_ray(config: PPOConfig, runner_class: Any, head: Any, is_program: bool
     if starts_ray and (is_program or request.signal is not None):
         ray.shutdown()  # output of the run arrives at any time until then
         sys.stdout.flush()
-    # Logged by the driver: the last output of an actor may be lost with Ray.
+    # The caller logs this value, because the last output of the actor may be lost when Ray is shut down.
     return given_up if request.signal is not None and isinstance(given_up, str) else request.signal
 
 
 def _status(monitor: ControllerMonitor, output: ControllerOutput | None) -> StatusSnapshot | None:
-    """Return the last status of the controller; None: it has not started. An empty status: it reports none."""
+    """Return the last status of the controller. If it has reported none: an empty status once it has written output,
+    else None."""
     has_started = output is not None and output.has_started
     return monitor.status or (StatusSnapshot(0, 0) if has_started else None)
 
@@ -177,7 +179,7 @@ def create_runner(runner_class: Any) -> Any:
 
 
 def _merge_backend(config: PPOConfig) -> str | None:
-    """Return the `--backend` of the model merger for the actor's checkpoints; None without next commands."""
+    """Return the `--backend` of the model merger for the actor's checkpoints; None if no next commands are logged."""
     strategy = config.actor_rollout_ref.actor.strategy
     return ("megatron" if strategy == "megatron" else "fsdp") if config.trainer.console == LINE else None
 

@@ -53,7 +53,7 @@ def test_good_files_pass_as_a_command(tmp_path):
     assert "'ground_truth': '2'" in done.stdout
     assert "2/2" in done.stdout
     assert "1 of 2 prompts repeat an earlier one of the same file" in done.stdout
-    assert done.stdout.splitlines()[-1] == "ok: these files train"
+    assert done.stdout.splitlines()[-1] == "ok: these files can be used for training"
 
 
 def broken_parquet(path):
@@ -211,4 +211,4 @@ def test_dapo_math_17k_trains_and_its_contradictory_problems_are_found(capsys):
     assert "17917 rows" in printed
     assert "500/500" in printed
     assert "11 of 17917 prompts repeat an earlier one with another ground truth" in printed
-    assert "ok: these files train" in printed
+    assert "ok: these files can be used for training" in printed

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 __all__ = ["train_with_mode"]
 
-# Other versions have separate default configurations per mode; the keys are those of `ppo_trainer` and its variants.
+# Other versions have one default configuration per mode; its keys are the same as in `ppo_trainer` or its variant.
 _CONFIG_NAME = re.compile(r"^(--config-name|-cn)=['\"]?(?:fully_async_|one_step_off_)(ppo_\w+?)(?:\.yaml)?['\"]?$")
 
 

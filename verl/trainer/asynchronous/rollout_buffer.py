@@ -19,8 +19,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 IN_FLIGHT, FINISHED, SURPLUS = "in_flight", "finished", "surplus"
-"""Reasons why a group became too old: it did not finish; it finished, but earlier batches were full; batches waited,
-so it was one of the surplus groups."""
+"""Reasons why a group became too old. IN_FLIGHT: it did not finish in time. FINISHED: it finished, but earlier batches
+were full. SURPLUS: it was one of the surplus groups, since batches wait for all other groups."""
 TRAINED_STALE = "stale_samples"
 """Key in `RolloutBuffer.counts`: responses that were trained at a later version than that of their oldest token."""
 
@@ -79,7 +79,7 @@ class RolloutBuffer:
         because dynamic sampling rejects some. `batches`: number of batches of the run, for which prompts are submitted.
         """
         self._groups_per_batch, self._max_staleness, self._in_order = groups_per_batch, max_staleness, in_order
-        self._wait, self._surplus, self._num_batches = strategy == "wait", surplus, batches
+        self._strategy_is_wait, self._surplus, self._num_batches = strategy == "wait", surplus, batches
         self._in_flight: dict[int, PromptGroup] = {}
         self._finished: dict[int, PromptGroup] = {}
         self._promised = 0
@@ -119,7 +119,8 @@ class RolloutBuffer:
         self._dropped_uids.discard(group.uid)
         # Promised groups must fit into the batches up to the last one in which this group may be trained.
         promised = self._promised + len(self._in_training(group.sent_at))
-        group.promised = (self._wait or was_dropped) and promised < (self._max_staleness + 1) * self._groups_per_batch
+        limit = (self._max_staleness + 1) * self._groups_per_batch
+        group.promised = (self._strategy_is_wait or was_dropped) and promised < limit
         self._promised += group.promised
         self._in_flight[group.serial] = group
 
@@ -139,7 +140,7 @@ class RolloutBuffer:
         old = [group for group in self._all_groups() if version - group.base_version > self._max_staleness]
         for group in old:
             reason = FINISHED if group.serial in self._finished else IN_FLIGHT
-            if self._wait or self._in_order:  # batches wait for all other groups
+            if self._strategy_is_wait or self._in_order:  # batches wait for all other groups
                 reason = SURPLUS
             (self._finished if group.serial in self._finished else self._in_flight).pop(group.serial)
             self._promised -= group.promised

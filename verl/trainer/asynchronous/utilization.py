@@ -70,17 +70,15 @@ class Utilization:
     def set_in_flight(self, count: int) -> None:
         """Record the number of responses in flight. Thread-safe."""
         with self._lock:
-            now = self._clock()
-            count = count if self.max_concurrent is None else min(count, self.max_concurrent)
-            self._step_load_s += self._in_flight * (now - self._changed_at)
-            self._changed_at, self._in_flight = now, count
-            self._max_in_flight = max(self._max_in_flight, count)
+            self._add_load()
+            self._in_flight = count if self.max_concurrent is None else min(count, self.max_concurrent)
+            self._max_in_flight = max(self._max_in_flight, self._in_flight)
 
     def step(self, seconds: Mapping[str, float]) -> dict[str, float]:
         """End a step and return its metrics. `seconds`: durations of its phases. The utilization of the rollout is
         measured since the end of the previous step."""
-        self.set_in_flight(self._in_flight)
         with self._lock:
+            self._add_load()
             elapsed, load_s = self._changed_at - self._step_began_at, self._step_load_s
             self._step_began_at, self._step_load_s = self._changed_at, 0.0
             self._elapsed_s += elapsed
@@ -104,6 +102,12 @@ class Utilization:
         """Whether `max_concurrent` responses were in flight at some time."""
         return self.max_concurrent is not None and self._max_in_flight >= self.max_concurrent
 
+    def _add_load(self) -> None:
+        """Add the load since the last call. The caller holds the lock."""
+        now = self._clock()
+        self._step_load_s += self._in_flight * (now - self._changed_at)
+        self._changed_at = now
+
     def _unused(self, load_s: float, elapsed: float) -> float:
         return 1.0 - load_s / max(self._max_in_flight * elapsed, 1e-9) if self._max_in_flight else 1.0
 
@@ -119,7 +123,7 @@ def tuning_advice(idle: IdleShares, run: AsyncSetup) -> str:
         return f"{shares}: generation limits the run; what helps: {_faster_generation(run)}, or shorter responses"
     if run.evenness > _EVEN and not run.own_devices:
         lengths = f"the mean response is {run.evenness:.0%} as long as the longest of its batch"
-        return f"{shares}; {lengths}; so that generation in advance gains little; what helps: trainer.mode=sync"
+        return f"{shares}; {lengths}, so generation in advance gains little; what helps: trainer.mode=sync"
     if not run.partial_rollout:
         key = "trainer.mode=async" if run.mode == "one_step_off" else "trainer.partial_rollout=True"
         return f"{shares}: both wait for the last responses before a weight sync; what helps: {key}"

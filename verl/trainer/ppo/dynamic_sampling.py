@@ -176,8 +176,8 @@ class _KeptGroups:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Keep as many groups of a generation batch as are missing.
 
-        `uids`: of the prompts of the batch. Returns the indices in `uids` of surplus groups, and of groups with equal
-        scores.
+        `uids`: uid of each prompt of the batch. Returns the indices in `uids` of surplus groups, and of groups with
+        equal scores.
         """
         row_uids = np.asarray(batch.non_tensor_batch["uid"])
         trajectory_uids = row_uids[Trajectories.of(batch).last_rows]

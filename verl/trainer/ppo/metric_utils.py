@@ -56,8 +56,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
     A response is clipped if its `finish_reason` is `length`; without that column, if it has `max_response_length`
     tokens. A prompt is clipped if it has `max_prompt_length` tokens. Both limits are in `meta_info`; the default is the
-    width of the columns. The prompt of a trajectory is the prompt of its first row; its response are the response
-    tokens of all its rows.
+    width of the columns. The prompt of a trajectory is the prompt of its first row; its response consists of the
+    response tokens of all its rows.
     """
     columns, rows, trajectories = batch.batch, _Rows.of(batch), Trajectories.of(batch)
     real = trajectories.mask.bool().any(-1)
@@ -212,7 +212,7 @@ def process_validation_metrics(
 
     Metrics except `std` also have `/low` and `/high`, the 95 % interval of a bootstrap over prompts. Variables that are
     not numbers are left out. Samples whose value is None or NaN are left out, too: `mean@n` is the mean over the other
-    samples of the prompt, and metrics over k samples need k other samples.
+    samples of the prompt, and metrics over k samples need k samples with a value.
     """
     for name, values in {"sample_uids": sample_uids, **infos_dict}.items():
         if len(values) != len(data_sources):

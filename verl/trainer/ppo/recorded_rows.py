@@ -77,7 +77,7 @@ class RowOptions(NamedTuple):
     redaction: Redaction
     texts: bool
     max_bytes: int
-    """Bytes of the trajectories of a step, before compression."""
+    """Maximum size of the trajectories of a step, before compression."""
 
 
 class RecordedStep:
@@ -87,23 +87,26 @@ class RecordedStep:
     def __init__(
         self, batch: DataProto, step: int, version: int, reward_names: Collection[str], options: RowOptions
     ) -> None:
-        """`version`: of the policy that the batch trains. `reward_names`: columns that the reward function returned."""
+        """`version`: version of the policy before the update on the batch. `reward_names`: columns that the reward
+        function returned."""
         self._batch, self.step, self._version = copy.copy(batch), step, version
         self._reward_names, self._options = frozenset(reward_names), options
         self._all_tokens: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         self._all_texts: RowTexts | None = None
 
     def fetch_tokens(self) -> RecordedStep:
-        """Fetch what `lines` needs, in the calling thread: a worker that stores columns may die before `lines` runs."""
-        tokens, _ = self.fetch(["prompts", "responses"]).batch, self._local
+        """Fetch the columns that `lines` reads, in the calling thread: a worker that stores columns may die before
+        `lines` runs."""
+        _ = self._local  # a cached property: fetches its columns now
+        tokens = self.fetch(["prompts", "responses"]).batch
         prompts, responses = (tokens[name].cpu().numpy() for name in ("prompts", "responses"))
         prompt_ids = unpadded(prompts, self._prompt_lengths, align_right=True)
         self._all_tokens = prompt_ids, unpadded(responses, self._lengths)
         return self
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the line of every response for a JSONL file, whatever the budget. Call `fetch_tokens` before. A `write`
-        after it reuses the texts."""
+        """Yield the line of every response for a JSONL file; `max_bytes` does not apply. Call `fetch_tokens` before. A
+        later `write` reuses the texts."""
         agent_turns = self._objects.get("agent_turns")
         self._all_texts = texts = row_texts(self._options.tokenizer, *self._all_tokens, agent_turns)
         trajectories, columns = self._trajectories_of_batch, self._objects
@@ -131,8 +134,8 @@ class RecordedStep:
 
     @cached_property
     def _local(self) -> DataProto:
-        """What all responses need: object columns, masks, scores and versions. The other token columns are fetched for
-        the recorded rows only."""
+        """The columns that are needed for all rows: object columns, masks, scores and versions. The other token columns
+        are fetched for the recorded rows only."""
         present = set(self._batch.batch.keys())
         tensors = present & _COLUMNS_OF_ALL_ROWS
         if self._known_lengths is None or "response_mask" not in present:
@@ -319,6 +322,7 @@ class RecordedStep:
         prompts, responses = (tokens[name].cpu().numpy().copy() for name in ("prompts", "responses"))
         texts, turn_rows = self._prompt_texts(rows, prompts), self._turn_texts(rows, responses)
         clean = [redact.text(text) for text in texts]
+        # Token ids would reveal the redacted parts of texts.
         prompts[[old != new for old, new in zip(texts, clean, strict=True)]] = -1
         turns = [_clean_turns(row, redact) for row in turn_rows]
         responses[[old != new for old, new in zip(turn_rows, turns, strict=True)]] = -1
@@ -480,7 +484,7 @@ def _as_texts(values: Sequence[Any]) -> list[str | None]:
 
 
 def _parts(of_row: np.ndarray) -> np.ndarray:
-    """Number of each row among those of its trajectory, from 0."""
+    """Return the index of each row within its trajectory, from 0."""
     seen: dict[int, int] = {}
     parts = np.zeros(len(of_row), dtype=np.int64)
     for row, number in enumerate(of_row.tolist()):

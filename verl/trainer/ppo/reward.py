@@ -53,9 +53,10 @@ def load_reward_manager(config: Config, tokenizer: Any, num_examine: int = 0, **
     arguments = {**block.reward_kwargs, **reward_kwargs}
     unknown = [] if accepts_any else sorted(arguments.keys() - set(accepted))
     if unknown:
+        settable = [name for name in accepted if name not in ("tokenizer", "num_examine")]
         raise ValueError(
             f"reward_model.reward_kwargs: {cls.__name__} does not take {', '.join(unknown)}. "
-            f"It takes: {', '.join(accepted[2:])}."
+            f"It takes: {', '.join(settable)}."
         )
     defaults = {
         "on_error": block.on_error,

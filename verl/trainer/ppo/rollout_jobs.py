@@ -177,10 +177,10 @@ class RolloutHosts:
 
     def _collect_from(self, host: HostState) -> None:
         """Receive replies of a host until it is closed or lost. Runs in the host's collector thread."""
-        keep_partials = self._groups.may_lose_hosts or host.kind == "agent"
+        with_partials = self._groups.may_lose_hosts or host.kind == "agent"
         while not host.closed:
             try:
-                reply, rows = host.handle.call_rows("host.collect", host.id, COLLECT_S, keep_partials)
+                reply, rows = host.handle.call_rows("host.collect", host.id, COLLECT_S, with_partials)
                 self._on_reply(host, reply, rows)
             except Exception as error:  # noqa: BLE001 - raised in the trainer's thread
                 if not host.closed:
@@ -296,7 +296,7 @@ def trajectory_names(rows: DataProto) -> list[str]:
 
 
 def finished_trajectories(reply: HostReply, rows: StoredRows) -> list[FinishedTrajectory]:
-    """Return the trajectories of a host's reply, which has some. `rows`: their tensor columns."""
+    """Return the finished trajectories of a host's reply, which must have headers. `rows`: their tensor columns."""
     headers = reply.headers
     assert headers is not None
     part = RowsPart(rows, {name: values for name, values in reply.objects.items() if name not in _PROMPT_COLUMNS})

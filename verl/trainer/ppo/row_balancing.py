@@ -1,7 +1,7 @@
 """Assignment of rows to ranks (balancing moves rows only within a mini-batch); column selection and concatenation.
 
 Rows of a prompt are kept on one rank where computing their common prefix once lowers the cost of the busiest rank. The
-controller does not have the tokens of a batch: it estimates what rows share from their groups and lengths.
+controller does not have the tokens of a batch: it estimates common prefixes from the groups and lengths of rows.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def mini_batches_by_prompt(uids: Sequence[str] | np.ndarray, prompts: int) -> li
 
 
 def shared_costs(batch: DataProto, costs: np.ndarray, cost: SequenceCost, uids: np.ndarray) -> SharedCosts | None:
-    """Return the costs that rows of a prompt (`uids` [rows]) share; None if keeping them together saves too little."""
+    """Return the costs that rows of a prompt (`uids` [rows]) share; None if the batch has no responses, or if keeping
+    these rows together saves too little."""
     if isinstance(batch, BatchRef) and batch.lengths is not None:
         prompts = np.asarray(batch.lengths.prompt)
     elif "responses" not in batch.batch.keys():
@@ -175,8 +176,8 @@ def concat_rows(parts: Sequence[DataProto], pad_token_id: int) -> DataProto:
 
 
 def concat_prompts(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches of prompts without responses. Those of a checkpoint may have another `data.max_prompt_length`
-    and other columns: all are padded to the widest, and missing object columns are None."""
+    """Concatenate batches of prompts without responses. Batches of a checkpoint may have another width
+    (`data.max_prompt_length`) and other columns: all are padded to the widest, and missing object columns are None."""
     parts = _with_same_objects(parts)
     widths = {part.batch["input_ids"].shape[1] for part in parts if "input_ids" in part.batch.keys()}
     if len(widths) > 1:
@@ -223,7 +224,8 @@ class SharedCosts:
     def estimate(
         costs: np.ndarray, cost: SequenceCost, prompts: np.ndarray, uids: np.ndarray, trajectories: np.ndarray
     ) -> SharedCosts:
-        """Rows of a prompt share its shortest prompt; a later row of a trajectory shares the prompt of the row before.
+        """Estimate the shared prefixes: rows with the same uid share the shortest of their prompts; a later row of a
+        trajectory shares the prompt of the previous row.
 
         `prompts` [rows]: prompt tokens; `uids`, `trajectories` [rows]: prompt and trajectory of each row.
         """
@@ -239,7 +241,7 @@ class SharedCosts:
         return SharedCosts(costs, cost(shared), groups)
 
     def select(self, rows: np.ndarray, fillers: int = 0) -> SharedCosts:
-        """Return these rows; the last `fillers` are copies of other rows and cost nothing beside them."""
+        """Return these rows. The last `fillers` of them are copies, which cost nothing on a rank with the original."""
         saved = self.saved[rows].copy()
         if fillers:
             saved[-fillers:] = self.costs[rows[-fillers:]]
@@ -284,7 +286,7 @@ def _place_whole_groups(shared: SharedCosts, ranks: int) -> list[list[int]]:
         while len(remaining):
             free = [rank for rank in range(ranks) if len(parts[rank]) < size]
             fitting = [rank for rank in free if size - len(parts[rank]) >= len(remaining)]
-            # If it fits nowhere: on the rank with the most space, so that it is split least.
+            # A group that fits nowhere is split; the rank with the most space takes the first part, to get few parts.
             rank = min(fitting, key=costs.__getitem__) if fitting else min(free, key=lambda rank: len(parts[rank]))
             placed, remaining = np.split(remaining, [min(len(remaining), size - len(parts[rank]))])
             parts[rank] += placed.tolist()

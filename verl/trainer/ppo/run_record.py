@@ -61,8 +61,8 @@ class RunRecord:
         """Begin to record."""
         if not self._trainer.record.enable:
             return
-        act = partial(self._open, start, groups)
-        self._failures.dump(KEY, str(self.recorder.folder), start.step, act)
+        open_recording = partial(self._open, start, groups)
+        self._failures.dump(KEY, str(self.recorder.folder), start.step, open_recording)
 
     def _open(self, start: RunStart, groups: Groups) -> None:
         first_step = 0 if self._trainer.val_only else start.first_step
@@ -73,7 +73,7 @@ class RunRecord:
     def close(self, step: int, error: BaseException | None) -> None:
         """Write everything that was recorded. `error`: the exception that ends the run, if any."""
         try:
-            if error is None or isinstance(error, Exception):  # after a second stop signal, nothing waits
+            if error is None or isinstance(error, Exception):  # after a second stop signal, do not wait
                 self._files.wait()
         finally:
             self.recorder.close(step, error)
@@ -83,7 +83,8 @@ class RunRecord:
         """Record the groups and trajectories of a step; write the batch if `trainer.dump_steps` contains the step or
         `has_bad_update` is set; write the responses if `trainer.rollout_data_dir` is set.
 
-        `version`: of the policy that the step has trained. `rewards`: columns that the reward function returned.
+        `version`: version of the policy before the update of the step. `rewards`: columns that the reward function
+        returned.
         """
         if step in self._trainer.dump_steps or has_bad_update:
             folder = self._trainer.default_local_dir
@@ -99,7 +100,8 @@ class RunRecord:
             self.recorder.submit(recorded.write, step)
 
     def validation(self, samples: Mapping[str, Sequence[Any]], correct: Sequence[bool | None], step: int) -> None:
-        """Record scored responses to the validation prompts (`Validator`); `correct`: of each response."""
+        """Record scored responses to the validation prompts (`Validator`); `correct`: whether each
+        response is correct."""
         with self.recorder.timed():
             if (folder := self._trainer.validation_data_dir) is not None:
                 self._files.submit(_VALIDATION, folder, step, partial(validation_lines, samples, step))

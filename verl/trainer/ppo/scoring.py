@@ -1,7 +1,7 @@
 """Scores of generated trajectories, from reward managers and agents, and the columns in which agents report on them.
 
-Scores: reward metrics and accuracy; `workers/reward_manager/scorer.py` counts scoring errors. Agents report a status,
-further fields and measurements.
+Reward metrics and accuracy are computed from the scores; `workers/reward_manager/scorer.py` counts scoring errors.
+Agents report a status, further fields and measurements.
 """
 
 from __future__ import annotations

@@ -237,7 +237,8 @@ class TaskRunner:
         return train_dataset, val_dataset
 
     def _load_rewards(self, config: PPOConfig, tokenizer: Any, train_dataset: Any) -> tuple[Any, Any]:
-        """Return the reward managers for training and validation. The first one is tried on a few rows."""
+        """Return the reward managers for training and validation. If reward functions score the responses, the first
+        manager is checked on a few rows."""
         from verl.trainer.data_check import check_reward_at_start
         from verl.trainer.ppo.reward import load_reward_manager
         from verl.trainer.recovery.hang_detector import HangDetector
@@ -264,11 +265,13 @@ class TaskRunner:
             return default if self.trainer_cls is None else self.trainer_cls
         path, _, name = cls_path.rpartition(":" if ":" in cls_path.removeprefix("pkg://") else ".")
         if not path or not name:
-            raise ValueError(f"{key}: {cls_path!r} names no class. Write file.py:Class or package.module.Class.")
+            raise ValueError(
+                f"{key}: {cls_path!r} is not the path of a class. Write file.py:Class or package.module.Class."
+            )
         user_class: Any = load_user_object(path, name, key=key)
         if not isinstance(user_class, type) or not issubclass(user_class, RayPPOTrainer):
             module = RayPPOTrainer.__module__
-            raise ValueError(f"{key}: {name} in {path} is no RayPPOTrainer. Derive it from {module}.RayPPOTrainer.")
+            raise ValueError(f"{key}: {name} in {path} is not a RayPPOTrainer. Derive it from {module}.RayPPOTrainer.")
         return user_class
 
     def _add(self, config: PPOConfig, role: Role, cls: type, name: str) -> None:
@@ -313,7 +316,7 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
         cls = load_user_object(custom.path, custom.name, key="data.sampler.path", required_params=takes)
         if not (isinstance(cls, type) and issubclass(cls, AbstractSampler)):
             raise ValueError(
-                f"data.sampler.name: {custom.name} in {custom.path} is no AbstractSampler. Derive it from"
+                f"data.sampler.name: {custom.name} in {custom.path} is not an AbstractSampler. Derive it from"
                 " AbstractSampler, or AbstractCurriculumSampler, of verl.experimental.dataset.sampler."
             )
         return cls(data_source=dataset, data_config=config)

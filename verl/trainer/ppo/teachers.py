@@ -107,8 +107,8 @@ class TeacherServer:
                 if text is not None and text != expected and "\ufffd" not in expected:
                     raise ValueError(
                         f"{self._key}: {url} has another vocabulary than the student, actor_rollout_ref.model.path ="
-                        f" {student}: token {token} is {text!r} there and {expected!r} here. Serve a model with the"
-                        " same vocabulary."
+                        f" {student}: token {token} is {text!r} on the server and {expected!r} for the student. Serve"
+                        " a model with the same vocabulary."
                     )
 
     def _check_context(self, url: str, longest: int) -> None:
@@ -240,6 +240,6 @@ def _check_vocabulary(
     token = min(differing, key=lambda item: (item[1], item[0]))[0]
     raise ValueError(
         f"{key}: {teacher_path} has another vocabulary than the student, actor_rollout_ref.model.path = {student_path}:"
-        f" {token!r} is {teacher.get(token, 'none')} there and {student.get(token, 'none')} here, of {len(teacher)} and"
-        f" {len(student)} tokens. Choose a teacher with the same vocabulary."
+        f" {token!r} has id {teacher.get(token, 'none')} in the teacher and {student.get(token, 'none')} in the student"
+        f" ({len(teacher)} and {len(student)} tokens in all). Choose a teacher with the same vocabulary."
     )

@@ -1,7 +1,7 @@
 """WeightSync: sends the policy's weights to the rollout engines, once per version.
 
 ReplicaWeights: whether all rollout replicas have verified weights of the trainer's version. `WorkerRecovery` restarts
-and readmits a lost replica; `RolloutHosts` routes rows, `EngineClient` requests of agents.
+and readmits a lost replica. `RolloutHosts` assigns rows to replicas, `EngineClient` assigns the requests of agents.
 
 EngineProbe checks after a sync that a third-party engine, or one with LoRA adapters, computes the same log-probs as
 training.

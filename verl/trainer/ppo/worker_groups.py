@@ -260,8 +260,8 @@ class WorkerGroups:
         """Return FLOPs of the actor update (forward and backward, without recomputation) relative to the peak rate of
         its devices; {} if the device or the shape of the model is unknown.
 
-        `perf/mfu/actor` counts the work that the rows require one by one, `perf/mfu/actor_computed` the work without
-        the share `saving` that shared prefixes did not compute. `seconds`: by phase.
+        `perf/mfu/actor` counts every row in full; `perf/mfu/actor_computed` subtracts `saving`, the share of FLOPs that
+        shared prefixes saved. `seconds`: by phase.
         """
         duration = seconds.get("update_actor", 0.0)
         if self.device_flops is None or self._cost is COST_PER_TOKEN or not duration:
@@ -343,7 +343,8 @@ class WorkerGroups:
         return metrics
 
     def _shared_costs(self, batch: DataProto, costs: np.ndarray, role: str) -> SharedCosts | None:
-        """Return what rows of a prompt share, if this role computes common prefixes once and has several ranks."""
+        """Return the `shared_costs` of the batch; None if this role does not compute common prefixes once or has one
+        rank."""
         block = get_path(self._config, BLOCK_OF_ROLE[role])
         if block.use_prefix_grouper == "false" or self.dp_sizes[role] == 1:
             return None

@@ -38,10 +38,11 @@ Result = TypeVar("Result")
 
 
 class WorkerRecovery:
-    """Runs calls that can be repeated with the same result, also in other processes."""
+    """Runs calls and repeats them after a worker loss. A repeated call must give the same result, even if it runs in
+    other processes."""
 
     def __init__(self, groups: WorkerGroups, weight_sync: WeightSync, state: TrainerState, status: RunStatus) -> None:
-        """`state`: provides the step, per which restarts are counted. `status`: shows a restart as a phase."""
+        """`state`: provides the current step; restarts are limited per step. `status`: shows a restart as a phase."""
         self._groups, self._weight_sync, self._state, self._status = groups, weight_sync, state, status
         self._step, self._restarts_in_step = 0, 0
         self._counts: Counter[str] = Counter()
