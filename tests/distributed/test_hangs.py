@@ -107,7 +107,7 @@ def test_a_stopped_rank_is_named_in_seconds_the_call_ends_and_no_status_call_wai
     assert took < 40
     assert max(seconds for _, seconds in asked) < 10, "asking where it stands never waits for the rank"
     assert any(trouble and f"pid {pid}) is stopped (SIGSTOP)" in trouble for trouble, _ in asked), "said beforehand"
-    assert error.summary.startswith("update_actor of step 7 hangs for ")
+    assert error.summary.startswith("update_actor of step 7 has hung for ")
     assert f"rank 1 of Stuck (host {os.uname().nodename}, pid {pid}) is stopped (SIGSTOP)" in error.summary
     assert "rank 0 of Stuck waits for it in all_reduce" in error.summary
     assert (error.role, error.rank, error.method, error.phase, error.step) == (
@@ -238,7 +238,7 @@ def test_the_driver_judges_a_controller_that_does_not_answer(ray_cluster, how, s
         with pytest.raises(HangError, match=sentence.format(pid=pid)) as caught:
             keep_looking(poll)
         assert (caught.value.phase, caught.value.step) == ("rollout", 2)
-        assert "the run waits for" in caplog.text
+        assert "the run has waited for" in caplog.text
         assert why_not_running(pid) != "stopped", "it does not outlive the run"
     finally:
         ray.kill(controller)

@@ -120,7 +120,10 @@ def test_pairs_of_an_answer_with_itself_are_told(tmp_path, caplog):
         ({"prompt": "p", "chosen": "a", "rejected": "b", "weight": -1}, "'weight' .*-1"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": "big"}, "'margin' .*'big'"),
         ({"prompt": "p", "chosen": "a", "rejected": "b", "tie": "false"}, "'tie' .*'false'"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b", "tie": True, "preference": 0.9}, "'tie' .*'preference' 0.9"),
+        (
+            {"prompt": "p", "chosen": "a", "rejected": "b", "tie": True, "preference": 0.9},
+            "'tie' .*'preference' is 0.9",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_the_remedy(tmp_path, row, said_of_it):

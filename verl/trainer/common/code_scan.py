@@ -47,7 +47,7 @@ class Source:
 
     @cached_property
     def names(self) -> dict[str, bool]:
-        """Public names at the top level of the module, and whether the module defines them (not imports)."""
+        """Public names at the top level of the module: True if the module defines the name, False if it imports it."""
         symbols = symtable.symtable(self.text, self.path, "exec").get_symbols()
         bound = {
             symbol.get_name(): not symbol.is_imported()
@@ -98,7 +98,7 @@ def find_code_problem(module: UserModule, name: str | None = None) -> str | None
 def find_tool_problem(module: UserModule) -> str | None:
     """Return why a file of function tools cannot be used: a problem of its code, or no decorated function; else None.
 
-    A file that imports other modules is not reported for the latter: an imported function may be a tool.
+    A file without a decorated function is accepted if it imports other modules: an imported function may be a tool.
     """
     problem = find_code_problem(module)
     source = source_of(module)
@@ -161,7 +161,7 @@ def _candidates(folder: Path, name: str) -> list[Path]:
 def _is_lazy(package: str) -> bool:
     """Return whether a package may create submodules that are not files."""
     source = _read(package)
-    return source is None or source.is_dynamic or "sys.modules" in source.text
+    return source is None or source.is_dynamic
 
 
 def _read(file: str) -> Source | None:
@@ -181,14 +181,13 @@ def _syntax_errors(source: Source, files: dict[str, Source]) -> Iterator[str]:
     """
     files[source.path] = source
     try:
-        tree = source.tree
-        compile(source.text, source.path, "exec", dont_inherit=True)  # also finds a `return` outside of a function
+        # Unlike ast.parse, compile also finds a `return` outside of a function.
+        compile(source.text, source.path, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
         text = f"\n   {error.text.strip()}" if isinstance(error, SyntaxError) and error.text else ""
         yield f"{source.path} line {line}: not valid Python: {getattr(error, 'msg', error)}. Correct it there.{text}"
         return
-    assert tree is not None
     if source.changes_imports:  # its imports cannot be located without running it
         return
     for imported in _imported_sources(source):

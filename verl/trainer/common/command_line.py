@@ -32,11 +32,11 @@ def command(
     interrupted: str = "stopped.",
     sets_up_logging: bool = True,
 ) -> Callable[[Callable[[DictConfig], Any]], Callable[[], None]]:
-    """Decorate a function of a configuration: the result is the `main()` of a command, with defaults from
+    """Decorator: convert a function that takes a configuration to the `main()` of a command, with defaults from
     `config/<config_name>.yaml`.
 
-    An invalid configuration, or invalid data, lists every problem and exits with 2. `invalid_input`, `reword`,
-    `interrupted`: see `exit_with_message`.
+    If the configuration or the data is invalid, the command prints every problem and exits with 2. `invalid_input`,
+    `reword`, `interrupted`: see `exit_with_message`.
     """
     exits = functools.partial(exit_with_message, invalid_input, reword, interrupted)
 
@@ -47,7 +47,7 @@ def command(
             with exits():  # inside of Hydra, which would print its own message
                 act(config)
 
-        # Hydra uses these to find `config/` beside the command's file, and to name the program.
+        # Hydra uses both attributes to find `config/` beside the command's file, and to name the program.
         run.__module__ = act.__module__
         run.__code__ = run.__code__.replace(co_filename=act.__code__.co_filename)
         composed = hydra.main(config_path="config", config_name=config_name, version_base=None)(run)

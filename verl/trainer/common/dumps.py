@@ -28,7 +28,7 @@ from verl.utils.nested import save_tensors
 
 # Files that may wait for the thread.
 _MAX_PENDING = 2
-# Line breaks that JSON does not escape, but readers that split text into lines recognise.
+# Characters that JSON does not escape, but that readers such as `str.splitlines` treat as line breaks.
 _LINE_BREAKS = {ord(c): f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"}
 
 Turn: TypeAlias = dict[str, Any]
@@ -48,7 +48,7 @@ def dump_batch(batch: DataProto, folder: str, step: int) -> Path:
 
 
 class ResponseFiles:
-    """Writes JSONL files of responses in a background thread, each with all lines. A file that cannot be written is a
+    """Writes JSONL files of responses in a background thread, each atomically. A file that cannot be written is a
     non-fatal failure, which is reported by a later `submit`, by `report` or by `wait`."""
 
     def __init__(self, thread: JobThread, failures: NonFatalFailures, redaction: Redaction) -> None:
@@ -135,7 +135,7 @@ def row_texts(
     responses: Sequence[np.ndarray],
     agent_turns: Sequence[Any] | np.ndarray | None,
 ) -> RowTexts:
-    """Decode rows. `prompts`, `responses`: token ids of each row. `agent_turns`: the rows of this column (None: each
+    """Decode rows. `prompts`, `responses`: token ids of each row. `agent_turns`: the column of this name (None: each
     response is one turn of the model)."""
     turns = turn_texts(tokenizer, responses, agent_turns)
     if agent_turns is None:
@@ -213,13 +213,16 @@ def response_texts(texts: RowTexts, trajectories: Trajectories, columns: Mapping
         if "agent_turns" in columns:
             status = (columns["agent_metrics"][rows[0]] or {}).get("status", FINISHED)
             turns = [turn for row in rows for turn in texts.turns[row]]
-        first = parts[0][0], texts.responses[last]
-        responses.append(ResponseText(*first, parts if len(parts) > 1 else None, status, turns))
+        all_rows = parts if len(parts) > 1 else None
+        responses.append(ResponseText(parts[0][0], texts.responses[last], all_rows, status, turns))
     return responses
 
 
-def json_line(step: int, text: ResponseText, truth: Any, score: float | None, columns: Mapping[str, Any]) -> Turn:
-    """Return the line of a response. A column with the name of a field gets the prefix `data_`."""
+def json_line(
+    step: int, text: ResponseText, truth: Any, score: float | None, columns: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of a response's line. `columns`: further fields; a name in `_LINE_FIELDS` gets the prefix
+    `data_`."""
     line = {"step": step, "input": text.prompt, "output": text.response, "gts": truth, "score": score}
     if text.rows is not None:
         line["rows"] = text.rows
@@ -228,7 +231,7 @@ def json_line(step: int, text: ResponseText, truth: Any, score: float | None, co
     return line | {f"data_{name}" if name in _LINE_FIELDS else name: value for name, value in columns.items()}
 
 
-def _json_turn(turn: Turn) -> Turn:
+def _json_turn(turn: Turn) -> dict[str, Any]:
     described = {"by": turn["name"] or turn["source"], "text": turn["text"]}
     return described if turn["reward"] is None else described | {"reward": turn["reward"]}
 

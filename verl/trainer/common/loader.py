@@ -175,8 +175,8 @@ class _EpochBatches:
 
 
 def _useful_workers(requested: int, batches: int, sampler: Any) -> int:
-    """Return the number of workers: at most one per core and per batch; 0 for a curriculum sampler, which must not
-    prefetch."""
+    """Return the number of workers: at most one per core and per batch; 0 for a single batch, and for a curriculum
+    sampler, which must not prefetch."""
     if isinstance(sampler, AbstractCurriculumSampler):
         return 0
     useful = min(requested, available_cores(), batches)
@@ -184,5 +184,5 @@ def _useful_workers(requested: int, batches: int, sampler: Any) -> int:
 
 
 def _init_worker(worker: int) -> None:
-    # A forked tokenizer that has used threads would wait for threads that do not exist in the child.
+    # A tokenizer that used threads before the fork would wait for threads that do not exist in the child.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -33,11 +33,13 @@ from verl.utils.process_tree import die_with_parent, kill_tree, with_descendants
 
 logger = logging.getLogger(__name__)
 
+# Time limit for an earlier head to release its port.
 _PORT_FREE_S = 10.0
 POLL_S = 1.0
+# Time limit for notifying the other nodes of the end of the job.
 _NOTIFY_S = 15.0
 _JOB_ENDED = "verl: the job is over"
-_OTHER_ADDRESS = "something else, on another address of this machine"
+_OTHER_ADDRESS = "a program that listens on another address of this machine"
 _NO_HEAD = "Start the command of node 0 (trainer.node_rank=0), or check why it ended."
 _RAY_LOGS = "Ray's logs of this node are in the folder `logs` of its session, below RAY_TMPDIR or /tmp."
 
@@ -79,9 +81,9 @@ def start_head(config: PPOConfig) -> RayHead | None:
 
 def _try_head(config: PPOConfig, host: str, port: int, seconds: float) -> RayHead:
     """Start a head and wait until it answers; RuntimeError if it ends or does not answer within `seconds`."""
-    _wait_until_free(host, port)  # also of an earlier attempt
+    _wait_until_free(host, port)  # the head of an earlier attempt may still use it
     options = [f"--node-ip-address={host}", f"--port={port}"]
-    process = start_ray("--head", *options, *_cpu_options(config), stdout=subprocess.DEVNULL)
+    process = spawn_ray_start("--head", *options, *_cpu_options(config), stdout=subprocess.DEVNULL)
     head = RayHead(process, host, port, config.trainer.nnodes)
     deadline = time.monotonic() + seconds
     try:
@@ -146,13 +148,14 @@ class _WorkerNode:
         self._host, self._port = config.trainer.master_addr or "", config.trainer.master_port
         self._process: subprocess.Popen | None = None
         self._deaths = 0
-        self._absence = "does not answer yet"
+        self._gone_text = "does not answer yet"
+        """Text for the head state "gone" in messages."""
 
     def wait_for_head(self, request: StopRequest) -> bool:
         """Wait for the head; return False if the job is over."""
         wait = LoggedWait(self._trainer.nodes_within)
         while (head := self._head_state()) not in ("running", "job over") and request.signal is None:
-            what = f"the head at {self._host}:{self._port} {self._absence if head == 'gone' else head}"
+            what = f"the head at {self._host}:{self._port} {self._gone_text if head == 'gone' else head}"
             if not wait.sleep(f"{what}; waiting for it (trainer.nodes_within)"):
                 raise RayUnavailableError(f"{what}, after {format_seconds(self._trainer.nodes_within)}", _NO_HEAD)
         return head == "running"
@@ -181,7 +184,7 @@ class _WorkerNode:
         logger.info("Joining the Ray head at %s as node %d...", address, self._trainer.node_rank)
         # By default Ray uses the address of the default route, which other nodes may not reach.
         own_address = f"--node-ip-address={address_towards(self._host, self._port)}"
-        self._process = process = start_ray(f"--address={address}", own_address, *_cpu_options(self._config))
+        self._process = process = spawn_ray_start(f"--address={address}", own_address, *_cpu_options(self._config))
         start, processes = time.monotonic(), RayProcesses()
         while (
             (head := self._head_state(serving=True)) == "running"
@@ -192,7 +195,7 @@ class _WorkerNode:
             processes = RayProcesses(with_descendants(process.pid))
             time.sleep(POLL_S)
         self.kill()
-        self._absence = "is gone"
+        self._gone_text = "is gone"
         if head == "running":
             self._count_death(time.monotonic() - start)
         return head != "job over"
@@ -213,15 +216,17 @@ class _WorkerNode:
             return "running" if serving and not isinstance(error, ConnectionRefusedError) else "gone"
         if other_service is not None and _JOB_ENDED in other_service:
             return "job over"
-        return "running" if other_service is None or serving else f"does not answer, but {other_service}"
+        if other_service is None or serving:
+            return "running"
+        return f"does not answer; its port is used by {other_service}"
 
     def _count_death(self, served: float) -> None:
         self._deaths = 1 if served > self._trainer.nodes_within else self._deaths + 1
         limit = self._trainer.max_restarts
         if self._deaths > limit:
-            reason = f"this node died {self._deaths} times (trainer.max_restarts = {limit})"
+            reason = f"Ray on this node died {self._deaths} times (trainer.max_restarts = {limit})"
             raise RayUnavailableError(reason, _RAY_LOGS)
-        logger.warning("this node's Ray died: starting it again (%d of %d)", self._deaths, limit)
+        logger.warning("Ray on this node died: starting it again (%d of %d)", self._deaths, limit)
 
 
 def _notify_nodes(head: RayHead) -> None:
@@ -254,7 +259,7 @@ def _listen(head: RayHead, deadline: float) -> socket.socket:
 def _notify(client: socket.socket) -> bool:
     """Report the end of the job to a client; return whether it is a worker node.
 
-    Other clients are those of Ray, which send a longer greeting, or none.
+    The clients of Ray, which also connect to this port, send a longer greeting or none.
     """
     with contextlib.suppress(OSError):
         client.settimeout(POLL_S)
@@ -282,17 +287,17 @@ def _port_in_use(host: str, port: int, other_service: str | None) -> tuple[str, 
     if other_service is None:
         return f"trainer.master_port = {port}: a Ray head runs at {host}:{port} already", STALE_CLUSTER
     remedy = "Set another trainer.master_port on all nodes, or end the program that uses it."
-    return f"trainer.master_port = {port}: at {host} answers {other_service}, not a Ray head", remedy
+    return f"trainer.master_port = {port}: the port of {host} is used by {other_service}, not by a Ray head", remedy
 
 
-def start_ray(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
-    """Run `ray start --block` in its own session, out of reach of signals to this one; it dies with this process."""
+def spawn_ray_start(*arguments: str, stdout: int | None = None) -> subprocess.Popen:
+    """Run `ray start --block` in its own session, which signals to this one do not reach; it dies with this process."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments]
     return subprocess.Popen(command, stdout=stdout, start_new_session=True, preexec_fn=die_with_parent)
 
 
 def _kill_ray(process: subprocess.Popen, address: str) -> None:
-    """Kill a `ray start` and its descendants, and remove its address file, so that no other command joins it."""
+    """Kill a `ray start` and its descendants, and remove the cluster's address file, so that no command joins it."""
     kill_tree(process.pid)
     process.wait()
     forget_cluster(address)

@@ -99,16 +99,16 @@ def check_code_runner(config: PPOConfig) -> None:
     from verl.sandbox.code_runner import CodeSettings
 
     settings = CodeSettings.from_config(config.sandbox, config.sandbox_fusion)
-    users = [*_code_tools(config), *_code_data_sources(config)]
-    if not users:
+    consumers = [*_code_tools(config), *_code_data_sources(config)]
+    if not consumers:
         return
     try:
         isolation = settings.check()
     except ValueError as error:
         key, value = ("sandbox_fusion.url", settings.url) if settings.url else ("sandbox.require", settings.require)
-        fix = f"The sandbox is needed for {', '.join(users)}"
+        fix = f"The sandbox is needed for {', '.join(consumers)}"
         raise ConfigError([Problem(key, value, str(error).rstrip("."), fix)]) from error
-    logger.info("code that the model writes (%s) runs in %s", ", ".join(users), isolation)
+    logger.info("code that the model writes (%s) runs in %s", ", ".join(consumers), isolation)
 
 
 def model_paths(config: PPOConfig) -> dict[str, str]:

@@ -49,7 +49,7 @@ LIMITS = {
 }
 # Keeps Ray from printing C++ stacks of all threads when a signal ends it.
 NO_CPP_STACKS = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
-# Environment variables that `set_start_limits` has set, in contrast to the user.
+# Environment variables that were set by `set_start_limits`, not by the user.
 set_here: set[str] = set()
 
 Result = TypeVar("Result")
@@ -67,8 +67,8 @@ def start_or_join_ray(
     """Start a Ray cluster, or join one and wait until it has `nodes` nodes and room for the pools. If this process is
     connected to Ray already, that cluster is used as it is.
 
-    Returns the processes to monitor: of the cluster started here; of a joined cluster its GCS and, if this machine is
-    its head, the processes of `ray start` (`head_pid`).
+    Returns the processes to monitor: those of a cluster started here; for a joined cluster its GCS and, if this machine
+    is its head, the processes of `ray start` (`head_pid`).
     """
     import ray
 
@@ -91,7 +91,7 @@ def start_ray(
     """Join the running cluster, or start one; return the processes started here.
 
     `within`: seconds to wait for a cluster that does not respond; `start_timeout`: `ray_init.start_timeout`.
-    `quiet`: Ray logs warnings only, except that authentication is enabled.
+    `quiet`: Ray logs warnings only, and does not log that authentication is enabled.
     """
     import ray
 
@@ -204,17 +204,17 @@ def wait_for_nodes(
     """
     from verl.single_controller.ray.resource_pool import alive_nodes, pools_fit
 
-    on_gpus, least = trainer.device == "cuda", max(at_least, *map(len, pools))
+    on_gpus, required = trainer.device == "cuda", max(at_least, *map(len, pools))
     wait = LoggedWait(trainer.nodes_within)
     while True:
         # A head node without GPUs does not count.
         nodes = [node for node in alive_nodes() if node.total_gpus or not on_gpus]
-        complete = len(nodes) >= least
+        complete = len(nodes) >= required
         if complete and pools_fit(pools, on_gpus, nodes):
             return
         if complete and not is_retry and not pools_fit(pools, on_gpus, [node.without_jobs() for node in nodes]):
             return
-        available = f"{min(len(nodes), least)} of {least} nodes"
+        available = f"{min(len(nodes), required)} of {required} nodes"
         if on_gpus:
             available += f", {sum(node.free_gpus for node in nodes):g} of {sum(map(sum, pools))} GPUs"
         if not wait.sleep(f"{available}: waiting for the others (trainer.nodes_within)"):
@@ -240,7 +240,7 @@ class LoggedWait:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds up to a minute and a half, then minutes."""
+    """Return `89 s`, or from 90 s on the number of minutes."""
     return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} minutes"
 
 

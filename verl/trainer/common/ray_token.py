@@ -108,7 +108,7 @@ def _is_readable_by_others(path: Path) -> bool:
 
 
 def _restrict(path: Path) -> None:
-    """Set mode 0600 on Ray's default file, which `ray.init` writes with 0644; of any other file, only warn.
+    """Set mode 0600 on Ray's default file, which `ray.init` writes with 0644; for any other file, only log a warning.
 
     A file that RAY_AUTH_TOKEN_PATH names may be shared with a group on purpose.
     """
@@ -121,7 +121,7 @@ def _restrict(path: Path) -> None:
 
 
 def write_token(path: Path, token: str) -> None:
-    """Write atomically with mode 0600; of two concurrent writers the first one wins."""
+    """Write the token atomically with mode 0600; of two concurrent writers, the first one wins."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".auth_token-")
     try:
@@ -137,7 +137,7 @@ def write_token(path: Path, token: str) -> None:
 
 
 def _publish(temporary: str, path: Path, token: str) -> None:
-    """Put the written file in place; FileExistsError if there is one already."""
+    """Create `path` with the content of the temporary file, which is `token`; FileExistsError if `path` exists."""
     try:
         os.link(temporary, path)
     except FileExistsError:

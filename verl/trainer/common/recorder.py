@@ -39,19 +39,20 @@ from verl.workers.rollout.base import Load
 logger = logging.getLogger(__name__)
 
 KEY = "trainer.record"
-# Events per kind of log message, and of all kinds: a warning in every step must not fill the recording.
+# Maximum number of warnings recorded per message template, and in total: a warning in every step must not fill the
+# recording.
 _MAX_WARNINGS, _MAX_ALL_WARNINGS = 20, 1000
 _CONTROLLER = "controller"
-# Seconds to write the last records at the end of a run; after a second stop signal, which must not wait.
+# Time limit for writing the last records at the end of a run, and of a run that a signal ends immediately.
 _CLOSE_TIMEOUT_S, _KILLED_TIMEOUT_S = 60.0, 2.0
 
-# Seconds between records of the series: at least the first, at least this share of the run's time so far. The number of
-# records thus grows with the logarithm of the time.
+# Seconds between two records of engines and devices: the first value or, if longer, this share of the run's time so
+# far. The number of records of a long run therefore grows with the logarithm of its time only.
 MIN_INTERVAL_S, _INTERVAL_SHARE = 5.0, 1 / 2000
 # Seconds between two polls, if steps are shorter.
 MIN_POLL_S = 1.0
 _TIMEOUT_S = 10.0
-# Consecutive failed polls after which it stops to poll.
+# Number of consecutive failed polls after which polling stops.
 _MAX_FAILURES = 5
 
 Groups = Callable[[], Mapping[str, Any]]
@@ -271,7 +272,7 @@ def _plain(value: Any) -> Any:
 
 
 class RankPoll:
-    """Polls at the end of each step, and in intervals. `close` polls a last time."""
+    """A thread that polls all ranks at the end of each step, and in intervals."""
 
     def __init__(self, groups: Groups, writer: RecordWriter, step: int) -> None:
         """`step`: the last completed step."""
@@ -287,7 +288,7 @@ class RankPoll:
         """Name of every process (host, pid): its first role and rank."""
         self._failures = 0
         """Consecutive polls that failed."""
-        self._works = True
+        self._is_enabled = True
         self._thread = threading.Thread(target=self._run, name="recording-ranks", daemon=True)
         self._thread.start()
 
@@ -300,7 +301,7 @@ class RankPoll:
 
     def close(self, poll: bool) -> None:
         """End the thread. `poll`: collect the last calls first; False if ranks may be dead."""
-        self._works = self._works and poll
+        self._is_enabled = self._is_enabled and poll
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -318,7 +319,7 @@ class RankPoll:
         return max(MIN_INTERVAL_S, (time.time() - self._start) * _INTERVAL_SHARE)
 
     def _poll(self) -> None:
-        if not self._works:
+        if not self._is_enabled:
             with self._wake:
                 self._step_ends.clear()
             return
@@ -328,7 +329,7 @@ class RankPoll:
             self._failures += 1
             logger.debug("recording: the ranks could not be queried", exc_info=True)
             if self._failures == _MAX_FAILURES:
-                self._works = False
+                self._is_enabled = False
                 logger.warning("recording: calls of ranks and loads of engines are not recorded any more: %r", error)
             return
         self._failures = 0
@@ -410,5 +411,5 @@ class RankPoll:
 
 
 def increase(before: int | None, now: int | None) -> int | None:
-    """Increase of a counter; None if it is unknown, or smaller than before: a restarted engine counts from 0."""
+    """Return the increase of a counter; None if it is unknown or decreased: a restarted engine counts from 0."""
     return None if before is None or now is None or now < before else now - before

@@ -28,6 +28,7 @@ from verl.utils.tracking import tracking_folders, tracking_problems
 logger = logging.getLogger(__name__)
 
 _DIR = "trainer.default_local_dir"
+# Bytes of a number in float32, and in bfloat16 or float16.
 _FLOAT32, _HALF = 4, 2
 _OTHER_FOLDER = "Give each run its own folder: set trainer.experiment_name (it is part of the default) or the folder"
 
@@ -76,8 +77,8 @@ class RunPart:
 class RunStart:
     """Created once per run, after its configuration was validated. Raises ConfigError with all problems at once.
 
-    `resume_from`: the step to resume from (None: start from the beginning). `step`: its number. `step_bytes`: expected
-    size of one checkpoint. The run folder is locked until `close`, unless `saves=False`.
+    `resume_from`: folder of the step to resume from (None: start from the beginning). `step`: its number. `step_bytes`:
+    expected size of one checkpoint. The run folder is locked until `close`, unless `saves=False`.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class RunStart:
             return
         except OSError as error:
             why = f"the folder cannot be written to ({error.strerror})"
-            report.add(Problem(_DIR, config.default_local_dir, why, "Choose another, or change its rights"))
+            report.add(Problem(_DIR, config.default_local_dir, why, "Choose another folder, or change its permissions"))
             return
         if config.resume_mode == "disable" and config.used_dir == "refuse":
             self._check_unused(root, report)
@@ -244,12 +245,14 @@ def check_space(config: Any, parts: Sequence[RunPart], save_freq: int | None, re
     free = shutil.disk_usage(root).free
     if any(part.limit is not None for part in parts) and config.resume_mode != "disable":
         free += bytes_of_all(root)  # old steps are deleted as new ones are saved; steps moved aside are kept
-    needed = sum(size * _kept(part.limit, config.total_training_steps, save_freq) for part, size in sizes.items())
+    needed = sum(
+        size * _stored_steps(part.limit, config.total_training_steps, save_freq) for part, size in sizes.items()
+    )
     one = sum(sizes.values())
     if needed > free:
         why = (
             f"its disk {describe_disk(root)} has {format_bytes(free)} for checkpoints, which need"
-            f" {format_bytes(needed)}: a step has {format_bytes(one)}, and the kept steps and one being written must"
+            f" {format_bytes(needed)}: a step takes {format_bytes(one)}, and the kept steps and one being written must"
             " fit"
         )
         fix = (
@@ -272,7 +275,7 @@ def check_writable(config: Any, folders: Mapping[str, str | None], report: Repor
     ]:
         problem = write_problem(Path(expand_path(folder)))
         if problem is not None:
-            report.add(Problem(key, folder, problem, "Choose another folder, or change its rights"))
+            report.add(Problem(key, folder, problem, "Choose another folder, or change its permissions"))
 
 
 def write_problem(folder: Path) -> str | None:
@@ -287,7 +290,7 @@ def write_problem(folder: Path) -> str | None:
     return None
 
 
-def _kept(limit: int | None, total_steps: int | None, save_freq: int | None) -> int:
+def _stored_steps(limit: int | None, total_steps: int | None, save_freq: int | None) -> int:
     """Return the number of steps that must fit at once; 1 without a limit, since the user may move them elsewhere."""
     if limit is None or (save_freq is not None and save_freq <= 0):
         return 1

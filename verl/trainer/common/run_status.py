@@ -1,7 +1,7 @@
 """Status of a run: its step, its phase, time and memory per phase.
 
-The trainer updates a `RunStatus`; the driver requests a `snapshot()` every second, which polls the ranks for their
-progress, concurrently to their work, and shows it (`status_display`). Training never waits for it.
+The trainer updates a `RunStatus`. The driver regularly requests a `snapshot()` and shows it (`status_display`). A
+snapshot polls the ranks for their progress while they work: training never waits for it.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class ModeTimes:
     """Time of the phase gen: the generation of a synchronous run, the trainer's waits for responses of an asynchronous
     one."""
     busy: float = 0.0
-    """Asynchronous runs: generation at full capacity, if it overlaps training."""
+    """Asynchronous runs whose generation overlaps training: the seconds that it would take at full capacity."""
     mean_length: float = 0.0
     """Sum of the mean response lengths of the steps."""
     longest: float = 0.0
@@ -254,7 +254,7 @@ class Curve:
 
 @dataclass
 class RunSummary:
-    """Summary of the metrics of the steps so far. Memory: one number per step, and totals."""
+    """Summary of the metrics of the steps so far. Stores two numbers per step and totals, not the metrics."""
 
     curves: dict[str, Curve] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Console of the driver: the status of the run, and the output of actors.
 
 A thread shows the status: on a terminal as a status line or bars, elsewhere as log lines. Ray prints the lines of all
-actors with a coloured prefix. With `trainer.console=line`, WorkerOutput prints them without it, and ControllerOutput
-those of the controller in order and complete.
+actors with a coloured prefix. With `trainer.console=line`, WorkerOutput prints these lines without the prefix, and
+ControllerOutput prints the lines of the controller in order and complete.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ logger = logging.getLogger(__name__)
 _REDRAW_S = 0.5
 LOG_POLL_S = 2.0
 _LOG_INTERVAL_S = 30.0
-# With the interval of polls: no silence of more than ten seconds before the first step.
+# Together with LOG_POLL_S: at least one line every ten seconds before the first step.
 _STARTUP_INTERVAL_S = 8.0
 # The name of Ray's own handler: Ray removes the handler of this name when it disconnects.
 _RAY_HANDLER = "ray_print_logs"
-# Values of `pid` for messages of Ray itself; the text that marks the bars of ray.experimental.tqdm_ray.
+# Values of the field `pid` in messages of Ray itself.
 _RAY_PROCESSES = ("autoscaler", "raylet", "gcs_server")
+# Text in the lines of ray.experimental.tqdm_ray, which Ray shows as progress bars.
 _RAY_BAR = "__ray_tqdm_magic_token__"
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 # Marks the end of the controller's output on its stdout.
@@ -237,8 +238,8 @@ def _is_new_phase(before: StatusSnapshot | None, now: StatusSnapshot) -> bool:
 class WorkerOutput:
     """Prints the lines of actors and tasks in place of Ray: without prefix, without colours outside of a terminal.
 
-    A line that several processes write within seconds is printed once, then with their number, as by Ray. Used by the
-    driver, after `ray.init`.
+    Like Ray, it prints a line that several processes write within a few seconds once, and later once more with the
+    number of processes. Used by the driver, after `ray.init`.
     """
 
     def __init__(self) -> None:
@@ -303,7 +304,7 @@ class ControllerOutput(WorkerOutput):
         """`actor_name`: class name of the controller."""
         self._actor_name, self.ended = actor_name, threading.Event()
         self.has_started = False
-        """Whether the controller has written something."""
+        """Whether the controller has written a line, so that it has started."""
         super().__init__()
         if not self.is_active:
             self.ended.set()

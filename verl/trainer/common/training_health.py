@@ -164,11 +164,15 @@ class WeightCheck:
                 update = round(metrics[f"{role}/{LOST_AT}"])
                 if not update and role not in self._updates.updated:
                     raise NonFiniteError(f"the weights of the {role} are not finite. {self._explain_initial(role)}.")
-                by = f"by update {update} of step {step}" if update else f"before step {step}"
+                cause = (
+                    f"update {update} of step {step} made the weights of the {role} unusable"
+                    if update
+                    else f"the weights of the {role} were unusable before step {step}"
+                )
                 raise NonFiniteError(
-                    f"the weights of the {role} were lost {by}: they, or the outputs of the model, are not finite. They"
-                    f" are not saved; {describe_resume(self._config.trainer)}. The batch of step {step} is"
-                    f" dumped. {update_remedies(self._config)}"
+                    f"{cause}: they, or the outputs of the model, are not finite. They are not saved;"
+                    f" {describe_resume(self._config.trainer)}. The batch of step {step} is dumped."
+                    f" {update_remedies(self._config)}"
                 )
 
     @contextmanager

@@ -83,7 +83,7 @@ def exit_with_message(
     reword: Callable[[str], str] = str,
     interrupted: str = "stopped.",
 ) -> Iterator[None]:
-    """Wrap a whole command, including Hydra: an exception prints its message and exits with its code.
+    """Context manager for a whole command, including Hydra: on an exception, print its message and exit with its code.
 
     `invalid_input`: error types that exit with 2, besides ConfigError, DataError and those of Hydra. `reword` adapts
     messages. `interrupted` is printed on Ctrl-C.
@@ -182,8 +182,8 @@ def log_finished(trainer: Any, part: str = ".", merge_backend: str | None = None
 def describe_next_commands(trainer: Any, part: str, merge_backend: str) -> list[str]:
     """Return a line for each command that follows a run: serve or export its model, train on, show its summary.
 
-    `trainer`: its `trainer` block. `part`: folder of the model in a step. `merge_backend`: fsdp or megatron, as written
-    there.
+    `trainer`: its `trainer` block. `part`: folder of the model in a step. `merge_backend`: value of `--backend` in the
+    export command, fsdp or megatron.
     """
     step = _newest_complete_step(trainer)
     commands = {}

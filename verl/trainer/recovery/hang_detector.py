@@ -60,17 +60,20 @@ SUSPENDED_S = 5.0
 
 # No hang is shorter: compilation for a new shape, a slow disk or a validation of long responses may take minutes.
 _MIN_LIMIT_S = 300.0
+# Limit of a phase that has not been completed yet in this run.
 _UNKNOWN_PHASE_S = 1800.0
+# Later limit of a phase: this multiple of the longest of its recent durations.
 _LIMIT_FACTOR = 5.0
 _RECENT_PHASES = 10
 # Stopped and dead processes do not recover by themselves.
 _STANDSTILL_S = 60.0
+# A rank is slow if the others wait for it for more than this share of a step, in this many consecutive steps.
 _SLOW_SHARE = 0.25
 _SLOW_STEPS = 3
 
 
 class HangDetector:
-    """Context that monitors the thread which has entered it. May be entered again."""
+    """Context manager that monitors the thread that has entered it. May be entered again after its exit."""
 
     def __init__(
         self,
@@ -104,7 +107,8 @@ class HangDetector:
         waited, rank = self._slow.step_done(seconds)
         if rank is not None:
             logger.warning(
-                "%s is slow: the other ranks waited for it in each of the last steps, now %.0f s", rank, waited
+                "%s is slow: the other ranks waited for it in each of the last %d steps, in the last step for %.0f s",
+                *(rank, _SLOW_STEPS, waited),
             )
         return {WAITING_METRIC: waited}
 
@@ -160,7 +164,7 @@ class HangDetector:
         return self._handle(phase, self._diagnose(calls, reports), calls, reports, now)
 
     def log_activity(self, reports: Sequence[RankReport], now: float) -> None:
-        """Set the status to the first long operation of a rank, and log it every `_ACTIVITY_LOG_S` seconds."""
+        """Set `RunStatus.activity` to the first long operation of a rank; log it every `_ACTIVITY_LOG_S` seconds."""
         active = [(report, report.heartbeat.activity) for report in reports if report.heartbeat.activity is not None]
         self._status.activity = active[0][1].label if active else None
         if active and now - self._activity_logged >= _ACTIVITY_LOG_S:
@@ -189,9 +193,9 @@ class HangDetector:
         warn_after = min(_WARN_AFTER_S.get(diagnosis.kind, limit), limit / 2)
         if diagnosis.kind not in self._warned_kinds and seconds >= warn_after:
             self._warned_kinds.add(diagnosis.kind)
-            self._status.problem = f"{self._location(phase)} waits for {seconds:.0f} s: {diagnosis.sentence}"
-            until = "" if limit == math.inf else f" It is given up after {limit:.0f} s (trainer.hang_timeout)."
-            logger.warning("%s.%s", self._status.problem, until)
+            self._status.problem = f"{self._location(phase)} has waited for {seconds:.0f} s: {diagnosis.sentence}"
+            time_limit = "" if limit == math.inf else f" Time limit: {limit:.0f} s (trainer.hang_timeout)."
+            logger.warning("%s.%s", self._status.problem, time_limit)
         return False
 
     def _clear_problem(self, phase: Phase) -> None:
@@ -208,14 +212,14 @@ class HangDetector:
         reports: list[RankReport],
         seconds: float,
     ) -> bool:
-        """If all culprits can be restarted in place, kill them. Otherwise make all open calls raise a HangError, and
-        return True."""
-        sentence = f"{self._location(phase)} hangs for {seconds:.0f} s: {diagnosis.sentence}"
+        """If all culprits can be restarted in place, kill them and return False. Otherwise make all open calls raise a
+        HangError, and return True."""
+        sentence = f"{self._location(phase)} has hung for {seconds:.0f} s: {diagnosis.sentence}"
         groups = {(call.group.role, rank): call.group for call in calls for rank in range(call.group.world_size)}
         culprits = [(groups[report.role, report.rank], report.rank) for report in diagnosis.culprits]
         helpers = [report.heartbeat.helper for report in diagnosis.culprits]
         if culprits and all(helper or group.expendable for helper, (group, _) in zip(helpers, culprits, strict=True)):
-            logger.warning("%s. It holds no training state: it is killed and restarted.", sentence)
+            logger.warning("%s. These processes hold no training state: they are killed and restarted.", sentence)
             self._kill(culprits, [helper[0] if helper else None for helper in helpers])
             self._reset(time.monotonic())
             return False
@@ -268,10 +272,10 @@ class HangDetector:
                 self._reports = RankReports()
             if not call.group.processes:
                 continue
-            of_group = self._reports.collect(call.group, call.start, self._suspects_hang(now), _ANSWER_TIMEOUT_S)
-            if (slow := slowest_rank(of_group)) is not None and before is not None:
+            group_reports = self._reports.collect(call.group, call.start, self._suspects_hang(now), _ANSWER_TIMEOUT_S)
+            if (slow := slowest_rank(group_reports)) is not None and before is not None:
                 self._slow.record_wait(rank_name(slow), now - before)
-            reports += of_group
+            reports += group_reports
         return reports
 
     def _suspects_hang(self, now: float) -> bool:

@@ -54,7 +54,7 @@ def diagnose_hang(reports: Sequence[RankReport]) -> HangDiagnosis:
     if any(_in_debugger(stack) for report in busy for stack in report.heartbeat.stacks):
         return HangDiagnosis("debugged", "a debugger is open")
     if not busy:
-        sentence = f"{_ranks(reports)} have nothing to do: a request to them, or their answer, is lost"
+        sentence = f"{_ranks(reports)} {_have(reports)} nothing to do: a request or its answer was lost"
         return HangDiagnosis("idle", sentence)
     if starting := [report for report in busy if report.heartbeat.activity is not None]:
         return _diagnose_culprits("starting", starting, reports, lambda report: f"is {report.heartbeat.activity}")
@@ -93,7 +93,7 @@ def diagnose_start(role: str, blocked: tuple[str, int, str] | None) -> HangDiagn
 
 
 def slowest_rank(reports: Sequence[RankReport]) -> RankReport | None:
-    """Return the rank that works while all other ranks of its group wait or have finished; None if there is none."""
+    """Return the only rank that still works while all others wait or have finished; None if there is no such rank."""
     busy = [report for report in reports if report.heartbeat.method is not None and not report.collective]
     return busy[0] if len(busy) == 1 and len(reports) > 1 else None
 
@@ -136,15 +136,16 @@ def _diagnose_collectives(waiting: list[RankReport], finished: list[RankReport])
         groups[report.collective or "", _calling_line(report)].append(report)
     if finished:
         sentence = (
-            f"{_describe_waiting(waiting)}; {_ranks(finished)} {_have(finished)} left the call: not all ranks make it"
+            f"{_describe_waiting(waiting)}; {_ranks(finished)} {_have(finished)} finished the call"
+            " without entering this collective"
         )
         return HangDiagnosis("mismatch", sentence, tuple(finished), tuple(waiting))
     if len(groups) > 1:
         positions = "; ".join(f"{_ranks(ranks)} in {name} ({place})" for (name, place), ranks in groups.items())
         return HangDiagnosis("mismatch", f"ranks wait in different collectives: {positions}", (), tuple(waiting))
     sentence = (
-        f"all ranks wait in {waiting[0].collective} ({_calling_line(waiting[0])}): the network between them, or a rank"
-        " of another group"
+        f"all ranks wait in {waiting[0].collective} ({_calling_line(waiting[0])}): the network between them may be"
+        " interrupted, or they wait for a rank of another group"
     )
     return HangDiagnosis("together", sentence, (), tuple(waiting))
 
@@ -194,7 +195,7 @@ def _have(reports: Sequence[RankReport]) -> str:
 def _describe_silent(report: RankReport) -> str:
     frame = _user_frame(report) or next((stack[0] for stack in report.heartbeat.stacks if stack), None)
     at = f", in {frame}" if frame else ""
-    return f"is there and does not answer (it holds the GIL, or its machine is overloaded){at}"
+    return f"runs but does not answer (it holds the GIL, or its machine is overloaded){at}"
 
 
 def _describe_helper(report: RankReport) -> str:
@@ -221,7 +222,7 @@ def _calling_line(report: RankReport) -> str:
     """Return the line outside of installed packages that calls the collective."""
     stack = next((stack for stack in report.heartbeat.stacks if stack), ())
     frame = next((frame for frame in stack if frame.origin != "installed"), None)
-    return f"{frame.file}:{frame.line}" if frame else "no place known"
+    return f"{frame.file}:{frame.line}" if frame else "unknown line"
 
 
 def _relevant_frame(stack: Stack) -> Frame:

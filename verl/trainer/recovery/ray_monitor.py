@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 
 class RayLostError(RuntimeError):
-    """Ray's own processes are gone, and with them the run."""
+    """Ray's own processes have ended, so that the run cannot continue."""
 
 
 STALE_CLUSTER = "A stale cluster is the usual cause: run `ray stop`, then `ray start --head`, and try again."
@@ -64,7 +64,7 @@ class RayUnavailableError(PicklableError, RuntimeError):
 
 
 class RayProcesses:
-    """The processes of the Ray that this process started; none (False) if a running cluster was joined.
+    """The Ray processes that this process has started; empty (False) if a running cluster was joined.
 
     `kill` ends them. Of a joined cluster only the GCS can be monitored.
     """
@@ -300,7 +300,7 @@ class ControllerMonitor:
             if pid and host == socket.gethostname():
                 kill_tree(pid)
             self._processes.kill()
-            summary = f"the run hangs for {seconds:.0f} s: {reason}"
+            summary = f"the run has hung for {seconds:.0f} s: {reason}"
             error = HangError(summary, _CONTROLLER, 0, f"{host} pid {pid}", "run", detail)
             error.exit_immediately = True
             if getattr(self.status, "phase", ""):
@@ -308,8 +308,8 @@ class ControllerMonitor:
             raise error
         if seconds >= warn_after and self._warned_about != reason:
             self._warned_about = reason
-            until = "" if limit == math.inf else f" It is given up after {limit:.0f} s."
-            logger.warning("the run waits for %.0f s: %s.%s", seconds, reason, until)
+            time_limit = "" if limit == math.inf else f" Time limit: {limit:.0f} s."
+            logger.warning("the run has waited for %.0f s: %s.%s", seconds, reason, time_limit)
 
 
 def _check_ray(processes: RayProcesses, request: StopRequest) -> None:

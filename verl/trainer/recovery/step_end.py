@@ -129,7 +129,7 @@ def summary(error: BaseException) -> str:
 
 
 def _unexpected(error: BaseException) -> BaseException | None:
-    """Return the error if its traceback is useful; None for OSErrors such as a full disk."""
+    """Return the error if its traceback is useful in the log; None for an OSError, such as a full disk."""
     return error if not isinstance(error, OSError) else None
 
 
@@ -239,7 +239,8 @@ def remaining_seconds(usual: Mapping[str, float], elapsed: Mapping[str, float], 
 
 
 def fits(within: float, remaining: float | None, save: float | None) -> bool:
-    """Return whether `remaining` and `save` (seconds) fit into `within`. A save of unknown duration gets half of it."""
+    """Return whether `remaining` and `save` (seconds) fit into `within`. A save of unknown duration is assumed to take
+    half of `within`."""
     return remaining is not None and remaining + (within / 2 if save is None else save) <= within
 
 

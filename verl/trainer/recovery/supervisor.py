@@ -59,7 +59,7 @@ def supervise(
     All attempts have the same id in `VERL_RUN`, by which trackers recognise them as one run. `ensure_head` receives the
     current Ray head, which may have died, and returns a running head; `stop_head` ends it.
     """
-    # Processes that this one had before, which are no part of the run.
+    # Earlier descendants of this process do not belong to the run and are not killed with it.
     supervisor, unrelated = Supervisor(config), with_descendants(os.getpid())[1:]
     adopt_orphans()
     os.environ["VERL_RUN"] = uuid.uuid4().hex[:12]

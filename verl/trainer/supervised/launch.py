@@ -1,7 +1,7 @@
 """Launch supervised training: configuration -> memory check -> ranks -> training.
 
-The ranks are one in this process, the processes started by torchrun, or Ray actors. Neither torch nor ray is imported
-before the configuration has been validated.
+A single rank runs in this process. Several ranks are the processes started by torchrun, or Ray actors. Neither torch
+nor ray is imported before the configuration has been validated.
 """
 
 from __future__ import annotations

@@ -29,9 +29,10 @@ Encoded = tuple[np.ndarray, int]
 class PreferenceDataset(Dataset):
     """A row of the files compares two answers. An item is a prompt with the pairs of all its rows.
 
-    `chosen` and `rejected` are texts or messages that follow `prompt`; messages that do not begin with the assistant's
-    are complete conversations. A conversation ends with the end token of its last answer, where its score is read, as
-    in generation. Optional columns: `preference` (probability that `chosen` is better) or `tie`, `margin`, `weight`.
+    `chosen` and `rejected` are texts or messages that follow `prompt`; messages that do not begin with an assistant
+    message are complete conversations. As in generation, a conversation ends with the end token of its last answer,
+    where its score is read. Optional columns: `preference` (probability that `chosen` is better) or `tie`, `margin`,
+    `weight`.
 
     An item has `answers`, a list of int64 [tokens] including the prompt; `answer_tokens`, the number of tokens after
     the prompt; and `pairs` [pairs, 5]: indices of chosen and rejected in `answers`, preference, margin, weight. Answers
@@ -128,7 +129,7 @@ class PreferenceDataset(Dataset):
         if not 0 <= preference <= 1:
             raise ValueError(f"{config.preference_key!r} is {preference}: a probability is from 0 to 1. Correct it.")
         if tied and preference != 0.5:
-            raise ValueError(f"{config.tie_key!r} is true, but {config.preference_key!r} {preference}. Leave one out.")
+            raise ValueError(f"{config.tie_key!r} is true, but {config.preference_key!r} is {preference}. Remove one.")
         weight = _number(row, config.weight_key, 1.0)
         if weight < 0:
             raise ValueError(f"{config.weight_key!r} is {weight}. Set it to 0 or more.")

@@ -1,6 +1,6 @@
 """The recording of supervised training: rows of fine-tuning and pairs of reward models.
 
-RowRecord: of training batches. ValidationRecord: of a validation.
+RowRecord records training batches, ValidationRecord the rows of one validation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RowRecord:
 
 
 def write_rows(batch: DataProto, log_probs: torch.Tensor, step: int, options: RowOptions, writer: RecordWriter) -> None:
-    """Write the stream `rows`: numbers of all rows, tokens and texts of a sample that is within the budget."""
+    """Write the stream `rows`: the metrics of all rows; tokens and texts of a sample that fits into the budget."""
     tensors = {name: column.cpu().numpy() for name, column in batch.tensors()}
     prompts, responses = row_tokens(batch)
     prompt_lengths, lengths = (np.array([len(ids) for ids in part], np.int64) for part in (prompts, responses))
@@ -98,7 +98,7 @@ def row_tokens(batch: DataProto) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def _segments(mask: np.ndarray) -> list[dict[str, Any]]:
-    """Return the turns of a row: its consecutive tokens that are trained on, or not."""
+    """Return the turns of a row: its segments of consecutive tokens that are trained on (`model`), or not."""
     starts = np.concatenate([[0], np.flatnonzero(np.diff(mask)) + 1, [len(mask)]]) if len(mask) else np.array([0])
     return [
         {"source": "model" if mask[start] else "environment", "tokens": int(end - start)}
@@ -144,32 +144,33 @@ def write_pairs(
     options: RowOptions,
     writer: RecordWriter,
 ) -> None:
-    """Write the stream `pairs`: numbers of all pairs, tokens and texts of a sample that is within the budget."""
+    """Write the stream `pairs`: the metrics of all pairs; tokens and texts of a sample that fits into the budget."""
     tokens = pair_tokens(batch, pairs)
     lengths = {name: np.array([len(getattr(pair, name)) for pair in tokens]) for name in _PairTokens._fields}
     sizes = np.sum(list(lengths.values()), axis=0) * (ID_BYTES + TEXT_BYTES)
-    chosen, sample = _sample("pairs", sizes, step, options, writer)
+    sampled, sample = _sample("pairs", sizes, step, options, writer)
     fields: dict[str, list[Any]] = {}
     for name in _PairTokens._fields if options.texts else ():
-        fields |= _clean_texts([getattr(tokens[pair], name) for pair in chosen], name, f"{name}_ids", options)
-    known = scores.double()
-    first, second = known[pairs.chosen], known[pairs.rejected]
-    side = (pairs.preference.double() - 0.5).sign()
-    margins = ((first - second) * side).tolist()
-    ties = (side == 0).tolist()
+        fields |= _clean_texts([getattr(tokens[pair], name) for pair in sampled], name, f"{name}_ids", options)
+    scores = scores.double()
+    chosen_scores, rejected_scores = scores[pairs.chosen], scores[pairs.rejected]
+    # 1: `chosen` is the better answer; -1: `rejected`; 0: a tie.
+    sign = (pairs.preference.double() - 0.5).sign()
+    margins = ((chosen_scores - rejected_scores) * sign).tolist()
+    ties = (sign == 0).tolist()
     columns = {
         "step": [step] * len(tokens),
         "uid": [digest(*pair) for pair in tokens],
-        "chosen_score": first.tolist(),
-        "rejected_score": second.tolist(),
+        "chosen_score": chosen_scores.tolist(),
+        "rejected_score": rejected_scores.tolist(),
         "margin": [None if tie else margin for margin, tie in zip(margins, ties, strict=True)],
         "correct": [None if tie or not margin else margin > 0 for margin, tie in zip(margins, ties, strict=True)],
-        "loss": pair_losses(known, pairs, centering).tolist(),
+        "loss": pair_losses(scores, pairs, centering).tolist(),
         "preference": pairs.preference.tolist(),
         "required_margin": pairs.margin.tolist(),
         "weight": pairs.weight.tolist(),
         **{f"{name}_tokens": counts.tolist() for name, counts in lengths.items()},
-        **_of_all_rows(fields, chosen, len(tokens)),
+        **_of_all_rows(fields, sampled, len(tokens)),
     }
     writer.write_table("pairs", step, columns, sample)
 
@@ -190,7 +191,7 @@ def _sample(
     stream: str, sizes: np.ndarray, step: int, options: RowOptions, writer: RecordWriter
 ) -> tuple[list[int], dict[str, int]]:
     """Return the rows that are recorded with tokens and texts, and the description of the sample; record an event if
-    they are not all."""
+    rows are left out."""
     chosen = groups_within(sizes.tolist(), options.max_bytes, seed=step)
     sample = {stream: len(sizes), "recorded": len(chosen), "seed": step}
     if len(chosen) < len(sizes):

@@ -231,7 +231,7 @@ class SupervisedTrainer(Generic[Config]):
                     return
 
     def _step(self, batch: DataProto) -> bool:
-        """Train one step, then save and validate if due, and log; return whether the run stops, saved."""
+        """Train one step, then save and validate if due, and log; return whether the run stops now."""
         trainer, step = self.config.trainer, self.global_steps
         phases = Phases(self.status)
         with phases("step", self.worker_group):
@@ -322,8 +322,8 @@ class SupervisedTrainer(Generic[Config]):
         folder, step = trainer.default_local_dir, self.global_steps
         file = self.failures.dump(FOLDER, folder, step, lambda: dump_batch(batch, folder, step))
         logger.warning(
-            "gradient not finite, or optim.lr far too large: update skipped, weights unchanged, batch in %s",
-            file or "no file",
+            "gradient not finite, or optim.lr far too large: update skipped, weights unchanged, batch %s",
+            f"dumped to {file}" if file else "not dumped",
         )
         if self._skipped_in_a_row >= trainer.max_nonfinite_steps:
             raise NonFiniteError(

@@ -41,7 +41,7 @@ def ruined(task, tmp_path, monkeypatch, *more: str) -> tuple[str, list[str]]:
 def test_the_update_that_lost_the_weights_is_named(task, tmp_path, monkeypatch):
     """Weights of 1e10 are finite numbers; the second mini-batch shows that they give none."""
     said, saved = ruined(task, tmp_path, monkeypatch, f"{ACTOR}.optim.lr=1e10", "trainer.save_freq=1")
-    assert "the weights of the actor were lost by update 1 of step 1" in said
+    assert "update 1 of step 1 made the weights of the actor unusable" in said
     assert "the same command starts from the beginning: no step was saved" in said
     assert saved == []
     assert (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
@@ -49,7 +49,7 @@ def test_the_update_that_lost_the_weights_is_named(task, tmp_path, monkeypatch):
 
 def test_weights_that_overflow_are_noticed_without_another_pass(task, tmp_path, monkeypatch):
     said, _ = ruined(task, tmp_path, monkeypatch, f"{ACTOR}.optim.lr=1e25", ONE_UPDATE)
-    assert "the weights of the actor were lost by update 1 of step 1" in said
+    assert "update 1 of step 1 made the weights of the actor unusable" in said
     assert "The batch of step 1 is dumped" in said
     assert (tmp_path / "checkpoints" / "debug_step_1.pt").exists()
 

@@ -105,7 +105,7 @@ def started(monkeypatch) -> list[subprocess.Popen]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "5" * 64)
     monkeypatch.setattr(ray_cluster, "set_here", set())
-    monkeypatch.setattr(nodes, "start_ray", start)
+    monkeypatch.setattr(nodes, "spawn_ray_start", start)
     monkeypatch.setattr(nodes, "POLL_S", 0.05)
     return processes
 

@@ -39,7 +39,7 @@ def test_a_function_that_waits_for_itself_is_named_and_raised_out_of():
         waits_for_itself()
     line = waits_for_itself.__code__.co_firstlineno + 3
     named = f"the controller is in the user's function waits_for_itself ({__file__}:{line})"
-    assert caught.value.summary.startswith("reward of step 3 hangs for ")
+    assert caught.value.summary.startswith("reward of step 3 has hung for ")
     assert caught.value.summary.endswith(named)
     assert (caught.value.phase, caught.value.step, caught.value.role) == ("reward", 3, "controller")
     assert status.snapshot().hang is caught.value
@@ -74,7 +74,9 @@ def test_what_goes_on_is_said_as_the_trouble_was(caplog):
                 said = [found for found in [status.snapshot().problem] if found]
         while status.snapshot().problem:
             time.sleep(0.01)
-    assert said[0].startswith("adv of step 1 waits for 1 s: the controller is in the user's function test_what_goes_on")
+    assert said[0].startswith(
+        "adv of step 1 has waited for 1 s: the controller is in the user's function test_what_goes"
+    )
     assert "the code between phases of step 1 continues" in caplog.text
 
 

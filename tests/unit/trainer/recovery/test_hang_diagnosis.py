@@ -89,7 +89,7 @@ CASES = {
         [rank(0, GATHERS), rank(1, MINE + HOST, state="silent")],
         "silent",
         [1],
-        "rank 1 of actor (host node-0, pid 4711) is there and does not answer (it holds the GIL, or its machine is"
+        "rank 1 of actor (host node-0, pid 4711) runs but does not answer (it holds the GIL, or its machine is"
         " overloaded), in compute_score (/home/me/reward.py:7); rank 0 of actor waits for it in all_gather",
     ),
     "a deadlock in the user's function": (
@@ -131,20 +131,20 @@ CASES = {
         [rank(0, GATHERS), idle(1)],
         "mismatch",
         [1],
-        "rank 0 of actor waits in all_gather; rank 1 of actor has left the call: not all ranks make it",
+        "rank 0 of actor waits in all_gather; rank 1 of actor has finished the call without entering this collective",
     ),
     "all ranks in one collective": (
         [rank(0, GATHERS), rank(1, GATHERS)],
         "together",
         [],
-        "all ranks wait in all_gather (/x/verl/workers/engine/common/passes.py:90): the network between them, or a rank"
-        " of another group",
+        "all ranks wait in all_gather (/x/verl/workers/engine/common/passes.py:90): the network between them may"
+        " be interrupted, or they wait for a rank of another group",
     ),
     "ranks that have nothing to do": (
         [idle(0), idle(1)],
         "idle",
         [],
-        "ranks 0, 1 of actor have nothing to do: a request to them, or their answer, is lost",
+        "ranks 0, 1 of actor have nothing to do: a request or its answer was lost",
     ),
     "a rank that works alone": (
         [idle(0), rank(1, UPDATE)],
