@@ -29,8 +29,7 @@ from verl.utils.turn_template import (
 
 __all__ = ["Chat", "ChatSettings", "cached_chat", "encode_replies", "tool_message"]
 
-# Prefix with which text that follows other text is encoded: some tokenizers put a space before the first word of a
-# text.
+# Text that follows other text is encoded with this prefix: some tokenizers insert a space at the start of a text.
 _PREFIX = "!"
 # Size of the cache of Chats per process.
 _CACHED_CHATS = 64
@@ -104,7 +103,7 @@ class Chat:
         return self.encode(turn_end.token + rest)[1:] if turn_end.token else self._encode_after_text(rest)
 
     def check(self, mode: str = "strict") -> list[str]:
-        """Check the template, see `check_template`; return warnings for the log.
+        """Check the chat template with `check_template`; return warnings for the log.
 
         `mode`: strict, ignore_strippable (white space may differ) or disable (no check).
         """
@@ -248,9 +247,9 @@ def _compare(chat: Chat, mode: str, replier: str, rounds: Sequence[Messages]) ->
     messages, prompt_text = probe.first, chat.render(probe.first, generation_prompt=True)
     contexts = [_SimulatedContext(chat, end, chat.encode(prompt_text)) for end in _end_tokens_to_check(chat)]
     for number, replies in enumerate(rounds):
-        answer = probe.answer(number, replies)
-        turn = chat.turns.turn_text(messages, answer, probe.final_text(number))
-        earlier, messages = messages, [*messages, answer, *chat.style.to_template_format(replies)]
+        response = probe.response(number, replies)
+        turn = chat.turns.turn_text(messages, response, probe.final_text(number))
+        earlier, messages = messages, [*messages, response, *chat.style.to_template_format(replies)]
         next_prompt_text = chat.render(messages, generation_prompt=True)
         change = probe.change(prompt_text, next_prompt_text, number)
         # If the template rewrote earlier turns, this round is comparable only if the new text still contains the prompt
@@ -258,7 +257,7 @@ def _compare(chat: Chat, mode: str, replier: str, rounds: Sequence[Messages]) ->
         is_comparable = change is None or (turn is not None and next_prompt_text.startswith(prompt_text + turn))
         if turn is not None and is_comparable:
             expected_ids = chat.encode(next_prompt_text)
-            closing_text = _closing_text(chat, earlier, answer, replies, probe.final_text(number))
+            closing_text = _closing_text(chat, earlier, response, replies, probe.final_text(number))
             text_after_turn = next_prompt_text.removeprefix(prompt_text + turn)
             for context in contexts:
                 context.add(prompt_text, turn, replies, closing_text, text_after_turn)
@@ -274,34 +273,34 @@ def _end_tokens_to_check(chat: Chat) -> list[int | None]:
     return [None, *sorted(chat.end_ids & chat.turns.special_token_ids)]
 
 
-def _closing_text(chat: Chat, messages: Messages, answer: Message, replies: Messages, final: str) -> str:
-    """Return the text that the template writes after an answer, up to and including its last end token ("" if none).
+def _closing_text(chat: Chat, messages: Messages, response: Message, replies: Messages, final: str) -> str:
+    """Return the text that the template writes after a response, up to and including its last end token ("" if none).
 
     It is derived from rendered text alone, not from the end tokens that `TurnTemplate` detects. `replies`: messages
-    after the answer. `final`: see `TurnTemplate.turn_text`.
+    after the response. `final`: see `TurnTemplate.turn_text`.
     """
-    start = chat.render(messages, generation_prompt=True) + (chat.turns.turn_text(messages, answer, final) or "")
+    start = chat.render(messages, generation_prompt=True) + (chat.turns.turn_text(messages, response, final) or "")
     formatted = chat.style.to_template_format(replies)
-    after_last = chat.render([*messages, answer], generation_prompt=False).removeprefix(start)
-    after_earlier = chat.render([*messages, answer, *formatted], generation_prompt=True).removeprefix(start)
+    after_last = chat.render([*messages, response], generation_prompt=False).removeprefix(start)
+    after_earlier = chat.render([*messages, response, *formatted], generation_prompt=True).removeprefix(start)
     tokens = closing_tokens(after_last, after_earlier, chat.turns.special_tokens)
     if tokens:
-        # The template writes the same tokens whether the answer is the last message or not: they close it.
+        # The template writes the same tokens whether or not the response is the last message: they close it.
         return after_earlier[: tokens[-1].end()]
     if formatted[0]["role"] == "user":
-        # Between the answer and the content of the user message: remove the tokens that open the user message.
+        # In the text between the response and the user message's content, remove the tokens that open the message.
         return _closing_text_before_user(chat, after_earlier.partition(str(formatted[0]["content"]))[0])
-    # Before a tool result: as before a user message, if the text begins with the same tokens.
-    plain = {"role": "assistant", "content": answer["content"]}
+    # Before a tool result, use the closing text before a user message if the template writes the same text here.
+    plain = {"role": "assistant", "content": response["content"]}
     closing_text = _closing_text(chat, messages, plain, [_USER_MESSAGE], final)
     return closing_text if after_earlier.startswith(closing_text) else ""
 
 
 def _closing_text_before_user(chat: Chat, between: str) -> str:
-    """Like `_closing_text`, for `between`: the text between an answer and the content of the following user message.
+    """Like `_closing_text`, for `between`: the text between a response and the content of the following user message.
 
-    The text that also precedes the first user message is removed. If no token remains, the template closes answers and
-    user messages with the same token, or answers with none.
+    The text that also precedes the first user message is removed. If no token remains, the template closes responses
+    and user messages with the same token, or responses with none.
     """
     before_first, _, after_first = chat.turns.render_probe([FIRST], False).rpartition(str(FIRST["content"]))
     _, _, after_first_prompted = chat.turns.render_probe([FIRST], True).rpartition(str(FIRST["content"]))
@@ -338,8 +337,8 @@ class _SimulatedContext:
         end_ids = [] if self._end is None else [self._end]
         suffix = chat.suffix(replies, sampled + end_ids)
         self._must_match = self._must_match and bool(chat.turns.special_tokens.match(text_after_turn.lstrip()))
-        # The end tokens to compare are those that the template writes in place of the sampled one. If it closes turns
-        # with none, the sampled one is compared only if the text after the turn begins with it (a role token).
+        # Compare the end tokens that the template writes in place of the sampled one. If the template closes turns
+        # without an end token, compare the sampled one only if the text after the turn begins with it (a role token).
         if self._end is not None and closing_text:
             end_ids = chat.encode(closing_text)
         elif self._end is not None and not text_after_turn.lstrip().startswith(chat.decode([self._end])):
@@ -386,11 +385,11 @@ class _Probe:
         self._has_thinking = "think>" in str(chat.template) and "</think>" not in self._generation_prompt
 
     def final_text(self, number: int) -> str:
-        """The text at the end of an answer's content, which is also the argument of its tool calls."""
+        """The text at the end of a response's content, which is also the argument of its tool calls."""
         return f"Answer {number}."
 
-    def answer(self, number: int, replies: Messages) -> Message:
-        """The assistant's message before these replies."""
+    def response(self, number: int, replies: Messages) -> Message:
+        """The response of turn `number`, to which the environment sends `replies`."""
         final = self.final_text(number)
         text = f"<think>\n{self._thought(number)}\n</think>\n\n{final}" if self._has_thinking else final
         return self._chat.style.answer(text, replies, final)
@@ -407,7 +406,7 @@ class _Probe:
         for part, text in (("the system prompt", self.SYSTEM), ("the list of tools", self._chat.turns.tool_name)):
             if text in before and before.find(text) != after.find(text):
                 return f"moves or leaves out {part}"
-        # "\0" differs from every character, for an `after` that is a prefix of `before`.
+        # "\0" differs from every character: there is a difference even if `after` is a prefix of `before`.
         start = next(index for index, (old, new) in enumerate(zip(before, after + "\0", strict=False)) if old != new)
         if start >= len(before) - len(self._generation_prompt):
             return f"does not repeat {before[start:]!r} of its generation prompt in earlier turns"

@@ -140,7 +140,7 @@ class AgentLoopBase(ABC):
         **own: Any,
     ) -> None:
         """`server_manager`: the EngineClient, which generates. `toolbox`: the tools. `own`: keywords of the entry in
-        `agent_loop_config_path` that no subclass took (TypeError)."""
+        `agent_loop_config_path` that no subclass accepts (TypeError)."""
         self.config, self.rollout_config = config, rollout_config
         self.server_manager, self.tokenizer, self.processor, self.toolbox = (
             server_manager,
@@ -152,7 +152,8 @@ class AgentLoopBase(ABC):
         self.apply_chat_template_kwargs: dict[str, Any] = dict(config.data.apply_chat_template_kwargs)
         if own:
             key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
-            raise TypeError(f"{type(self).__name__} knows no keyword {sorted(own)}. Check its entry in {key}.")
+            name = type(self).__name__
+            raise TypeError(f"{name} does not accept the keywords {sorted(own)}. Check its entry in {key}.")
 
     @classmethod  # noqa: B027 - a hook
     def init_class(cls, config: PPOConfig, tokenizer: Any, processor: Any, **own: Any) -> None:
@@ -163,7 +164,7 @@ class AgentLoopBase(ABC):
         """Generate the trajectory of one row, whose columns are keywords (`raw_prompt`: the chat, `prompt_ids`: its
         tokens).
 
-        A list of outputs is one trajectory with several training rows: one for each time the context was rewritten.
+        A list of outputs is one trajectory with several training rows, one per context: the agent rewrote its context.
         """
 
     def apply_chat_template(
@@ -225,7 +226,7 @@ def read_loop_file(path: str) -> dict[str, LoopSpec]:
     key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
     entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     if not isinstance(entries, list):
-        raise ValueError(f"{key}: {path} holds a {type(entries).__name__}. Write a list of {{name, _target_, …}}.")
+        raise ValueError(f"{key}: {path} contains a {type(entries).__name__}. Write a list of {{name, _target_, …}}.")
     specs = {}
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict) or not {"name", "_target_"} <= entry.keys():
@@ -253,8 +254,9 @@ def find_loop(name: str, listed: Mapping[str, LoopSpec]) -> tuple[type[AgentLoop
     loop = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
     if not (isinstance(loop, type) and issubclass(loop, AgentLoopBase)):
         raise ValueError(
-            f"agent_name: a row names the code {name!r}, which data cannot do. Give it a name in the file of "
-            "actor_rollout_ref.rollout.agent.agent_loop_config_path, or import its module (external_libs)."
+            f"agent_name: a row contains the import path {name!r}; data must not choose what is imported. Give the "
+            "class a name in the file of actor_rollout_ref.rollout.agent.agent_loop_config_path, or import its module "
+            "(external_libs)."
         )
     return loop, {}
 
@@ -268,7 +270,7 @@ def imported_class(key: str, place: str | ImportPath, base: type[Any]) -> type[A
     except (ValueError, FileNotFoundError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{key}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise ValueError(f"{key}: {path} is no subclass of {base.__module__}.{base.__name__}.")
+        raise ValueError(f"{key}: {path} is not a subclass of {base.__module__}.{base.__name__}.")
     return cls
 
 

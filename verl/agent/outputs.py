@@ -70,7 +70,7 @@ def failed_trajectory(
     prompt: list[int] = list(prompt_ids)
     response: list[int] = []
     mask: list[int] = []
-    # A call without tokens had no space left: its context may be longer than any row.
+    # Skip calls without tokens: no tokens were left for a response, and their context may be longer than any row.
     for call in (call for call in trace.calls if call.output.token_ids):
         known, sampled = len(prompt) + len(response), call.output.token_ids
         if call.prompt_ids[:known] != [*prompt, *response]:
@@ -214,13 +214,13 @@ def _add_rewards(turns: Sequence[Turn], rewards: Iterable[tuple[int, float]]) ->
 
 @dataclass(slots=True)
 class _SampledTokens:
-    """Log-probs, versions and experts of the tokens of one model turn."""
+    """Log-probs, versions and routed experts of the tokens of one model turn."""
 
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
     finish_reason: str | None = None
-    """Of the last call that has tokens in this turn; None: there is none."""
+    """Finish reason of the last call that has tokens in this turn; None: no call has."""
     has_drawn: bool = True
     routed_experts: Any = None
     unmatched: list[int] = field(default_factory=list)
@@ -302,8 +302,8 @@ class _CallIndex:
         return tokens
 
     def reasons_without_tokens(self, outputs: Sequence[AgentLoopOutput]) -> list[str | None]:
-        """Per row, the finish reason of the last call that continued the row and returned no tokens (no space) or was
-        aborted; None: there is no such call.
+        """Per row, the finish reason of the last call that continued the row and was aborted or returned no tokens
+        (because none were left); None: there is no such call.
 
         A call belongs to the row with which its prompt has the most tokens in common. The trajectory's last call, if it
         continues no row, belongs to the last row if it begins with that row's prompt: the loop edited the outputs.

@@ -48,8 +48,10 @@ class SearchAgentLoop(AgentLoopBase):
         cls.searcher = open_searcher(config.retriever)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """Generate turns until an answer, `max_turns` searches and a last turn, or the length limit. A failed search
-        costs one turn."""
+        """Generate turns until an answer, the length limit, or one turn after `max_turns` searches and invalid actions.
+
+        A failed search counts as a search.
+        """
         markers, data = self.config.algorithm.state_masking, self.config.data
         encoder = ObservationEncoder(
             self.tokenizer, markers.start_state_marker, markers.end_state_marker, data.max_obs_length
@@ -93,7 +95,7 @@ class SearchAgentLoop(AgentLoopBase):
         return parse_action(self.tokenizer.decode(turn.token_ids)), is_last
 
     async def _observe(self, action: Action, encoder: ObservationEncoder, metrics: AgentLoopMetrics) -> list[int]:
-        """Token ids of the observation after a search or an invalid action."""
+        """Run a search; return the token ids of the observation after it, or after an invalid action."""
         if action.kind == "invalid":
             metrics.failures["invalid_action"] = metrics.failures.get("invalid_action", 0) + 1
             return encoder.invalid_action()

@@ -113,7 +113,7 @@ class LLMGenerationManager:
         return batch, metrics
 
     def _prompts(self, gen_batch: DataProto, initial_input_ids: torch.Tensor) -> list[list[int]]:
-        """Return the token ids of the prompts without padding: the last `max_start_length` of each."""
+        """Return the token ids of the prompts without padding, at most the last `max_start_length` of each."""
         width = initial_input_ids.shape[1]
         masks = gen_batch.batch["attention_mask"][:, -width:].bool()
         prompts = [ids[mask].tolist() for ids, mask in zip(initial_input_ids, masks, strict=True)]

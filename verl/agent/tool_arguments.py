@@ -13,7 +13,7 @@ from verl.tools.base_tool import BaseTool
 
 __all__ = ["ArgumentCheck", "CallFailed"]
 
-# Validation errors that the model reads.
+# Maximum number of validation errors in the message to the model.
 _MAX_PROBLEMS = 5
 
 

@@ -42,7 +42,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     parser: ClassVar[Parser]
     chats: ClassVar[dict[str, Chat]]
-    """By the JSON of the tool schemas that a row may use."""
+    """Chats by the JSON of the tool schemas that a row may use."""
     end_token_ids: ClassVar[frozenset[int]] = frozenset()
     """Ids of the tokens at which the engine ends a turn."""
 
@@ -163,7 +163,7 @@ class ToolAgentLoop(AgentLoopBase):
                 tokenizer, schemas, cls.end_token_ids, **config.data.apply_chat_template_kwargs
             )
             for warning in (*chat.check(mode), *_config_warnings(chat, cls.parser, config, tokenizer)):
-                logger.warning("Turns: %s", warning)
+                logger.warning("Multi-turn chat: %s", warning)
         return cls.chats[key]
 
 
@@ -183,7 +183,7 @@ def _config_warnings(chat: Chat, parser: Parser, config: PPOConfig, tokenizer: A
     if needed > rollout.max_model_len:
         yield (
             f"the list of tools adds {added} tokens to every prompt, so the longest prompts leave fewer tokens for"
-            f" responses. actor_rollout_ref.rollout.max_model_len={needed} is enough for both."
+            f" responses. Set actor_rollout_ref.rollout.max_model_len={needed} to avoid this."
         )
 
 
@@ -211,7 +211,7 @@ class AgentData:
     """Scores that the simulated user returned."""
     failures: Counter[str] = field(default_factory=Counter)
     finish_reason: str | None = None
-    """Of the model's last turn; `length` if the replies to it did not fit."""
+    """Finish reason of the model's last turn; `length` if the replies to it did not fit."""
     _turn_rewards: list[tuple[int, float]] = field(default_factory=list)
     _turn_names: list[str] = field(default_factory=list)
     _turn_end: int = 0
@@ -272,11 +272,11 @@ class AgentData:
             },
             turn_rewards=self._turn_rewards,
             finish_reason=self.finish_reason,
-            messages=self._messages_to_last_answer(),
+            messages=self._messages_to_last_response(),
         )
 
-    def _messages_to_last_answer(self) -> list[dict[str, Any]]:
-        """The conversation without replies that the model did not answer."""
+    def _messages_to_last_response(self) -> list[dict[str, Any]]:
+        """The conversation without replies after the model's last response."""
         last = max(index for index, message in enumerate(self.messages) if message["role"] == "assistant")
         return self.messages[: last + 1]
 

@@ -61,7 +61,7 @@ class CallLimits:
     timeout_s: float
     """Maximum duration of a call, of each wait before its start (`CallThrottle`), of `calc_reward` and of `release`."""
     max_characters: int
-    """Maximum length of a tool response, without the mark of the cut (`truncate_text`)."""
+    """Maximum length of a tool response, without the mark that `truncate_text` adds."""
     truncate_side: str
     """See `truncate_text`."""
 
@@ -219,8 +219,8 @@ class ToolSession:
         return proposed if returned_id is None else returned_id
 
     async def _release(self, name: str) -> None:
-        """Release the instance of a tool. A creation that does not end in time is cancelled and its instance released,
-        too: it may hold resources already."""
+        """Release the instance of a tool. A creation that does not end in time is cancelled, and its instance is also
+        released, because it may already hold resources."""
         task = self._creations.pop(name)
         loaded = self._tools[name]
         if not task.done():
@@ -267,7 +267,7 @@ def _as_result(response: Any) -> ToolResult:
 
 
 def _response_text(response: Any) -> str:
-    """Return the text of a tool's response. Values of other types are written as JSON."""
+    """Return the text of a tool's response; values of unknown types are converted to JSON."""
     if isinstance(response, ToolResponse):
         return response.text or ""
     if isinstance(response, str):

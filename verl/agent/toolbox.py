@@ -295,7 +295,7 @@ class Toolbox:
         report.raise_if_any()
 
     def session(self, row: Mapping[str, Any]) -> ToolSession:
-        """The tools of one trajectory, by `extra_info.tool_selection` and `extra_info.tools_kwargs` of its row."""
+        """The tool session of a row's trajectory. Reads `extra_info.tool_selection` and `extra_info.tools_kwargs`."""
         info = row.get("extra_info")
         info = info if isinstance(info, Mapping) else {}
         where = f"extra_info.tool_selection of row {info.get('index', '?')}"

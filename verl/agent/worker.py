@@ -54,7 +54,8 @@ T = TypeVar("T")
 
 # Interval of progress reports.
 _PULSE_S = 1.0
-# While trajectories run tools, the host reports progress for this long after the last change: a hang is reported later.
+# While trajectories run tools, the host reports progress until there was no change for this long. Only then can the
+# trainer detect a hang.
 _TOOL_WAIT_S = 3600.0
 
 
@@ -83,13 +84,13 @@ class AgentLoopWorker(Worker):
         folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")
         self.tokenizer = hf_tokenizer(folder, trust_remote_code=model.trust_remote_code)
         self.processor = hf_processor(folder, trust_remote_code=model.trust_remote_code)
-        config_of_model = read_config(folder, model.trust_remote_code, model.override_config)
-        self.vocabulary: int = config_of_model.get_text_config().vocab_size
+        model_config = read_config(folder, model.trust_remote_code, model.override_config)
+        self.vocabulary: int = model_config.get_text_config().vocab_size
         template, stops = self.config.data.apply_chat_template_kwargs, self.rollout_config.stop_token_ids
-        self.end_tokens = find_end_tokens(folder, config_of_model, self.tokenizer, template, stops)
+        self.end_tokens = find_end_tokens(folder, model_config, self.tokenizer, template, stops)
         self._empty_experts = partial(empty_experts, model, self.rollout_config)
         self._loops = dict(loops)
-        self._ready: set[type[AgentLoopBase]] = set()
+        self._initialized: set[type[AgentLoopBase]] = set()
         self.host: AgentHost | None = None
         """Executes rollout jobs of the trainer's RolloutManager."""
         self._batch_host: AgentHost | None = None
@@ -151,10 +152,10 @@ class AgentLoopWorker(Worker):
     def loop_class(self, name: str) -> tuple[type[AgentLoopBase], Mapping[str, Any]]:
         """The class of a loop and the keywords of its configuration entry. Calls `init_class` on first use."""
         cls, keywords = find_loop(name, self._loops)
-        if cls not in self._ready:
+        if cls not in self._initialized:
             shared = {"toolbox": self.toolbox, "end_token_ids": self.end_tokens.turn_ids}
             cls.init_class(self.config, self.tokenizer, self.processor, **shared, **keywords)
-            self._ready.add(cls)
+            self._initialized.add(cls)
         return cls, keywords
 
 

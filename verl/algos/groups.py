@@ -1,8 +1,8 @@
 """Groups of rows: `Groups`, rows with the same prompt; `Trajectories`, rows of one trajectory.
 
-Statistics over groups are vectorised over all groups, and [batch]: each row gets the value of its group. They are
-float64, so that the differences between equal rewards and their mean are exactly 0. Rows without model tokens (filler
-rows) are excluded.
+Statistics are computed for all groups at once and have the shape [batch]: each row gets the value of its group. They
+are float64, so that the mean of equal float32 rewards is exact and their differences from it are 0. Rows without model
+tokens (filler rows) are excluded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Groups:
                 f"index: expected one group id per row ({response_mask.shape[0]} rows), got shape {ids.shape}."
                 " Pass e.g. the uid column."
             )
-        # As strings, ids of mixed types can be sorted, and faster than as objects.
+        # Objects are converted to strings: sorting is faster, and ids may have mixed types.
         _, group_of_row = np.unique(ids.astype(str) if ids.dtype == object else ids, return_inverse=True)
         self.group_of_row = torch.from_numpy(group_of_row.reshape(-1).astype(np.int64)).to(response_mask.device)
         """[batch] int64: the group of each row, from 0 to `num_groups` - 1."""

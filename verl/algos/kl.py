@@ -66,7 +66,7 @@ def compute_kl_loss(
 
 
 def top_k_kl(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return the KL between two distributions over K tokens and the remainder of the vocabulary as one more outcome.
+    """Return the KL between two distributions over K tokens, with the rest of the vocabulary as one more outcome.
 
     `log_prob`, `ref_log_prob` [..., K]: log-probs of the same tokens; returns [...]. `kind` is a key of `TOP_K_KLS`.
     It is a lower bound of the KL over the whole vocabulary, since merging outcomes cannot increase a KL. The gradient
@@ -78,7 +78,7 @@ def top_k_kl(log_prob: torch.Tensor, ref_log_prob: torch.Tensor, kind: str) -> t
 
 
 def _append_remainder(log_probs: torch.Tensor) -> torch.Tensor:
-    """[..., K] -> [..., K + 1]: the last is the log-prob of all other tokens. All values are finite."""
+    """[..., K] -> [..., K + 1]: append the log-prob of all other tokens together. All values are finite."""
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)).clamp(min=_MIN_LOG_PROB)
     remainder = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=_MIN_REMAINDER)
     return torch.cat([log_probs, remainder.log()], dim=-1)
@@ -98,7 +98,7 @@ def _k3(difference: torch.Tensor) -> torch.Tensor:
 
 
 TOP_K_KLS = {"reverse_kl_topk": True, "forward_kl_topk": False}
-"""Whether it is KL(policy || reference); otherwise KL(reference || policy)."""
+"""By name: True for KL(policy || reference), False for KL(reference || policy)."""
 
 KL_ESTIMATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "kl": _k1,

@@ -114,8 +114,8 @@ def aggregate(
     rollout_is_weights: torch.Tensor | None,
     metrics: dict[str, torch.Tensor],
 ) -> PolicyLoss:
-    """Weight and aggregate the token losses. `metrics` per token (boolean or number) are returned as means, with the
-    metrics that all policy losses have."""
+    """Weight and aggregate the token losses. Returns the loss and means over the tokens: of `metrics` (per token,
+    boolean or number) and of the metrics that all policy losses have."""
     if rollout_is_weights is not None:
         losses = losses * apply_mask(rollout_is_weights.detach(), inputs.mask)
     loss = agg_loss(losses, inputs.mask, loss_agg_mode, loss_scale_factor=config.loss_scale_factor)

@@ -54,8 +54,9 @@ def correct_rollout(
     mask to `config.denominator`. NaN in a rollout log-prob means unknown: the ratio is 1, and the metrics exclude the
     token.
 
-    `rollout_is` is the level of the weights: the ratio of a `token`, or the product over the `sequence` for all of its
-    tokens. Weights are truncated at `rollout_is_threshold`; with a range lo_hi, weights outside of it are 0.
+    `config.rollout_is` is the level of the weights: `token` (the ratio of each token) or `sequence` (the product of the
+    ratios, for all tokens of the sequence). Weights are truncated at `rollout_is_threshold`; with a range lo_hi,
+    weights outside of it are 0.
     `rollout_rs` masks tokens or whole sequences (`Rejection`).
     """
     config = as_config(RolloutCorrectionConfig, config)
@@ -146,8 +147,11 @@ def mismatch_metrics(
 def _mismatch_metrics(
     engine_log_ratio: torch.Tensor, mask: torch.Tensor, truncation: torch.Tensor | None = None
 ) -> dict[str, float]:
-    """`engine_log_ratio`: log(training / rollout) of full distributions. `truncation`: log(drawn / rollout), -log of
-    the probability mass that truncated sampling keeps."""
+    """Compute the metrics `rollout_corr/*`.
+
+    `engine_log_ratio`: log(training / rollout) of full distributions. `truncation`: log(drawn / rollout), which is -log
+    of the probability mass that truncated sampling keeps.
+    """
     padded = engine_log_ratio if truncation is None else engine_log_ratio - truncation
     per_sequence = _bounded_exp(padded.sum(dim=-1)[mask.any(dim=-1)])
     # Without padding from here on, [tokens]: most of a padded batch is padding.

@@ -20,7 +20,8 @@ _CONFIG_KEY = "actor_rollout_ref.rollout.multi_turn.interaction_config_path"
 
 
 class BaseInteraction:
-    """One object serves all trajectories of a process: keep the state of a trajectory by `instance_id`.
+    """A simulated user. One object serves all trajectories of a process: keep the state of a trajectory by
+    `instance_id`.
 
     Methods may be `async` or plain; plain ones run in threads.
     """
@@ -84,7 +85,8 @@ class InteractionSet:
         return list(self._interactions)
 
     def session(self, row: Mapping[str, Any]) -> InteractionSession | None:
-        """A session with the interaction `extra_info.interaction_kwargs.name` of the row; None: the row names none."""
+        """A session with the interaction `extra_info.interaction_kwargs.name` of the row; None: the row has no such
+        keywords."""
         info = row.get("extra_info")
         info = info if isinstance(info, Mapping) else {}
         kwargs = row.get("interaction_kwargs") or info.get("interaction_kwargs")

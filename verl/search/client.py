@@ -73,7 +73,7 @@ class RetrieverClient:
         self.breaker = breaker or CircuitBreaker()
         self._cache_size = cache_size
         self._cache: OrderedDict[_Key, list[Hit]] = OrderedDict()
-        self._futures: dict[_Key, asyncio.Future[list[Hit]]] = {}  # of queries without a result so far
+        self._futures: dict[_Key, asyncio.Future[list[Hit]]] = {}  # by query without a result so far
         self._queue: deque[_Key] = deque()  # queries that are not in a request yet
         self._senders: set[asyncio.Task[None]] = set()
         # Proxies of the environment are not used: the service is usually in the local network.
@@ -215,8 +215,10 @@ def _describe(error: Exception) -> str:
 
 
 class CircuitBreaker:
-    """Stops requests to a failing service: closed (all requests allowed) → open after `failures` in a row → half-open
-    after `cooldown_s`, when the result of one probe request decides.
+    """Stops requests to a failing service.
+
+    States: closed (all requests are allowed), open after `failures` failures in a row (no request is allowed), and
+    half-open after `cooldown_s` (one probe request is allowed; its result closes or reopens the breaker).
 
     Call `allow` before a request, and then `succeeded`, `failed`, or `abandoned` if the request has no outcome.
     """
@@ -268,7 +270,7 @@ NO_RESULTS = "Nothing was found."
 
 
 class Searcher(Protocol):
-    """Use each instance in one event loop only."""
+    """Searches documents. Use each instance in one event loop only."""
 
     async def retrieve(self, queries: Sequence[str], topk: int | None = None) -> list[list[Hit]]:
         """The best documents of every query; RetrieverError if a query fails."""

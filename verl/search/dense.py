@@ -25,9 +25,9 @@ __all__ = ["FAMILIES", "DenseIndex", "TextEncoder", "build_dense"]
 BATCH_DOCUMENTS = 1 << 13
 _ENCODER_BATCH = 128
 _VECTORS, _INDEX, _METADATA = "vectors.npy", "index.faiss", "index.json"
-# Training vectors per inverted list; faiss warns below 39.
+# Training vectors per inverted list; faiss warns if there are fewer than 39.
 _PER_LIST = 64
-# Lists that a search visits: at least this many, and one in this many.
+# A search visits one of this many inverted lists, and at least this many.
 _PROBED = 16
 SETTINGS = {"retriever": "dense", "index": "IVF,SQfp16", "format": 1}
 # Prefixes of queries and passages that models were trained with, by a part of the model's name.
@@ -73,7 +73,7 @@ class TextEncoder:
 
 
 class DenseIndex:
-    """A faiss index, of `build_dense` or another program, with the encoder of its queries."""
+    """A faiss index, built by `build_dense` or another program, with the encoder for queries."""
 
     def __init__(self, path: Path, encoder: TextEncoder, on_gpu: bool = False) -> None:
         faiss = import_faiss()
@@ -131,9 +131,10 @@ def import_faiss() -> Any:
 
 
 def _refuse_code(folder: Path) -> None:
-    """Raise ValueError if a sentence-transformers folder names classes outside of sentence_transformers and torch.nn.
+    """Raise ValueError if the configuration in a model folder names classes outside sentence_transformers and torch.nn.
 
-    sentence-transformers before 6 imports any class that is named there, also from the working directory.
+    sentence-transformers before version 6 imports any class that the configuration names, even from the working
+    directory.
     """
     modules = folder / "modules.json"
     listed = json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []

@@ -1,7 +1,7 @@
 """The request of the search API.
 
-Requests are not defined in server.py, because that module runs as `__main__`: objects from parser processes are
-unpickled by the name of their module.
+The request is not defined in server.py, because that module runs as `__main__`, and parser processes pickle requests by
+the name of their module.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ __all__ = [
     "open_retriever",
 ]
 
-# A family of encoders stands for dense retrieval with the prefixes that they were trained with.
+# The name of an encoder family selects dense retrieval with the prefixes that its encoders were trained with.
 RETRIEVERS = ("bm25", "dense", *dense.FAMILIES)
 DEFAULT_TOPK = 3
 MAX_TOPK = 1000
@@ -39,7 +39,7 @@ MAX_QUERY_CHARACTERS = 8192
 MAX_QUERY_WORDS = 512
 """Each word is compared with every document that contains it, so the time of a query grows with its words."""
 MAX_REQUEST_WORDS = 16384
-"""Of all queries of a request."""
+"""Maximum number of words of all queries of a request."""
 _WORD = re.compile(r"\w\w+")
 
 logger = logging.getLogger(__name__)
@@ -97,10 +97,10 @@ def check_queries(queries: Sequence[str], topk: int | None = None) -> None:
     """
     _check_topk(topk)
     if len(queries) > MAX_QUERIES:
-        raise QueryLimit(f"queries: {len(queries)} in one request; at most {MAX_QUERIES} are answered.")
+        raise QueryLimit(f"queries: {len(queries)} in one request; at most {MAX_QUERIES} are accepted.")
     words = sum(_check_query(query) for query in queries)
     if words > MAX_REQUEST_WORDS:
-        raise QueryLimit(f"queries: {words} words in one request; at most {MAX_REQUEST_WORDS} are answered.")
+        raise QueryLimit(f"queries: {words} words in one request; at most {MAX_REQUEST_WORDS} are accepted.")
 
 
 def _check_topk(topk: int | None) -> None:
@@ -110,14 +110,14 @@ def _check_topk(topk: int | None) -> None:
 
 
 def _check_query(query: str) -> int:
-    """The number of its words."""
+    """Return the number of words of a query; raise QueryLimit if it is too long."""
     if len(query) > MAX_QUERY_CHARACTERS:
         raise QueryLimit(
-            f"queries: a query has {len(query)} characters; at most {MAX_QUERY_CHARACTERS} are answered. Shorten it."
+            f"queries: a query has {len(query)} characters; at most {MAX_QUERY_CHARACTERS} are accepted. Shorten it."
         )
     words = len(_WORD.findall(query))
     if words > MAX_QUERY_WORDS:
-        raise QueryLimit(f"queries: a query has {words} words; at most {MAX_QUERY_WORDS} are answered. Shorten it.")
+        raise QueryLimit(f"queries: a query has {words} words; at most {MAX_QUERY_WORDS} are accepted. Shorten it.")
     return words
 
 
@@ -140,11 +140,11 @@ def open_retriever(
     if name not in RETRIEVERS:
         raise ValueError(f"retriever_name: {name!r} is unknown. Use {' or '.join(RETRIEVERS)}.")
     index = None if index_path is None else Path(expand_path(index_path)).absolute()
-    home = cache_root() / "search" if index is None or index.is_file() else index
+    index_root = cache_root() / "search" if index is None or index.is_file() else index
     _reject_lucene(index)
-    corpus = Corpus(corpus_path, home)
+    corpus = Corpus(corpus_path, index_root)
     if name == "bm25":
-        folder = _build_once(home, corpus, bm25.SETTINGS, lambda target: bm25.build_bm25(corpus, target))
+        folder = _build_once(index_root, corpus, bm25.SETTINGS, lambda target: bm25.build_bm25(corpus, target))
         return Retriever(corpus, bm25.BM25Index(folder), topk)
     if model is None:
         raise ValueError(f"retriever_name={name} needs an encoder. Set --retriever_model to a folder or a hub name.")
@@ -155,14 +155,14 @@ def open_retriever(
     if index is not None and index.is_file():
         return Retriever(corpus, dense.DenseIndex(index, encoder, faiss_gpu), topk)
     settings = dense.SETTINGS | {"model": _file_stats(Path(files))} | family
-    folder = _build_once(home, corpus, settings, lambda target: dense.build_dense(corpus, target, encoder))
+    folder = _build_once(index_root, corpus, settings, lambda target: dense.build_dense(corpus, target, encoder))
     return Retriever(corpus, dense.DenseIndex(folder, encoder, faiss_gpu), topk)
 
 
-def _build_once(home: Path, corpus: Corpus, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
+def _build_once(index_root: Path, corpus: Corpus, settings: dict[str, Any], build: Callable[[Path], None]) -> Path:
     """The folder of the index of this corpus and settings. If it is missing, one process builds it and others wait."""
     key = hashlib.sha256(json.dumps([corpus.digest, settings], sort_keys=True).encode()).hexdigest()[:24]
-    target = home / f"{settings['retriever']}-{key}"
+    target = index_root / f"{settings['retriever']}-{key}"
     if target.exists():
         logger.info("index of %s: %s", corpus.path, target)
         return target
@@ -173,12 +173,12 @@ def _build_once(home: Path, corpus: Corpus, settings: dict[str, Any], build: Cal
         build(partial)
         logger.info("indexed in %.1f s", time.monotonic() - start)
 
-    home.mkdir(parents=True, exist_ok=True)
+    index_root.mkdir(parents=True, exist_ok=True)
     return Path(create_once(target, timed))
 
 
 def _file_stats(folder: Path) -> list[Any]:
-    """Names, sizes and times of a model's files: they change when the model does."""
+    """Names, sizes and modification times of a model's files, to detect a changed model."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
     return [[str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 

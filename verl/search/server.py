@@ -85,11 +85,11 @@ class SearchServer:
     async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
         if sum(len(waiting) for waiting, _, _ in self._waiting) > MAX_WAITING:
             raise HttpError(503, "too many queries are waiting. Try again later.")
-        answer: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
-        self._waiting.append((queries, topk, answer))
+        future: asyncio.Future[list[list[Hit]]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((queries, topk, future))
         if self._search_task is None:
             self._search_task = asyncio.create_task(self._search_waiting())
-        return await answer
+        return await future
 
     async def _search_waiting(self) -> None:
         """Search waiting queries in batches with the same `topk` until none is waiting."""
@@ -104,9 +104,9 @@ class SearchServer:
                         future.set_exception(error)
                 continue
             for batched, _, future in batch:
-                answer = [next(results) for _ in batched]
+                hits_by_query = [next(results) for _ in batched]
                 if not future.done():  # otherwise its client has disconnected
-                    future.set_result(answer)
+                    future.set_result(hits_by_query)
         self._search_task = None
 
     def _next_batch(self) -> list[_Waiting]:
@@ -114,9 +114,9 @@ class SearchServer:
         batch: list[_Waiting] = []
         size = 0
         while self._waiting and size < _MAX_BATCH and (not batch or self._waiting[0][1] == batch[0][1]):
-            queries, topk, answer = self._waiting.popleft()
-            if not answer.done():
-                batch.append((queries, topk, answer))
+            queries, topk, future = self._waiting.popleft()
+            if not future.done():
+                batch.append((queries, topk, future))
                 size += len(queries)
         return batch
 

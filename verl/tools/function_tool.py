@@ -76,7 +76,7 @@ class FunctionTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> Any:
         values = {name: convert_value(self.hints.get(name, Any), value) for name, value in parameters.items()}
-        # Only those that the function has as named parameters: its `**kwargs` receive arguments of the model.
+        # Arguments of the loop are passed to named parameters only: `**kwargs` receives arguments of the model.
         loop_kwargs = {name: kwargs[name] for name in inspect.signature(self.function).parameters if name in kwargs}
         return await call_user_function(self.function, **{**values, **loop_kwargs})
 
@@ -89,7 +89,7 @@ def marked_functions(module: types.ModuleType) -> list[FunctionTool]:
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """What the decorator stores at a function."""
+    """The schema that the decorator stores in an attribute of the function."""
 
     schema: dict[str, Any]
     is_custom: bool

@@ -56,15 +56,15 @@ class MCPBaseTool(BaseTool):
             raise ToolError(text)
         return ToolResponse(text=text), None, self.metrics_of(result)
 
-    def text_of(self, answer: dict[str, Any]) -> str:
-        """The text that the model reads of a result (`content`, `structuredContent`, …). Override it to change it."""
-        parts = [_block_text(part) for part in answer.get("content") or []]
-        if not parts and answer.get("structuredContent") is not None:
-            return json.dumps(answer["structuredContent"], ensure_ascii=False)
+    def text_of(self, result: dict[str, Any]) -> str:
+        """The text for the model from the server's result (`content`, `structuredContent`, …). May be overridden."""
+        parts = [_block_text(part) for part in result.get("content") or []]
+        if not parts and result.get("structuredContent") is not None:
+            return json.dumps(result["structuredContent"], ensure_ascii=False)
         return "\n".join(parts)
 
-    def metrics_of(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Numbers to record with the call."""
+    def metrics_of(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Metrics of the call from the server's result. May be overridden."""
         return {}
 
     def _get_server(self) -> McpServer:
@@ -74,7 +74,7 @@ class MCPBaseTool(BaseTool):
 
 
 def _block_text(part: dict[str, Any]) -> str:
-    """The text of one content block; other blocks are represented by their type."""
+    """The text of one content block; a block without text is represented by its type."""
     if part.get("type") == "text":
         return str(part["text"])
     resource = part.get("resource") or part
@@ -91,7 +91,7 @@ class McpServers:
         self._servers: dict[str, McpServer] = {}
 
     def get(self, name: str, spec: Mapping[str, Any]) -> McpServer:
-        """The server with this name and description; entries with equal ones share a connection."""
+        """The server with this name and `spec`. Tool entries with equal names and specs share a connection."""
         key = json.dumps([name, spec], sort_keys=True)
         if key not in self._servers:
             if self._loop is None:
@@ -325,6 +325,6 @@ def _tool_schema(tool: dict[str, Any]) -> OpenAIFunctionToolSchema:
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
-def _dump(answer: Any) -> dict[str, Any]:
+def _dump(response: Any) -> dict[str, Any]:
     """A dict with the field names of the protocol, which are the same in all versions of the SDK."""
-    return answer.model_dump(by_alias=True, mode="json")
+    return response.model_dump(by_alias=True, mode="json")

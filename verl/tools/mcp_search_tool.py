@@ -16,8 +16,8 @@ _TEXT_KEYS = ("content", "text", "snippet", "description", "contents", "body")
 class MCPSearchTool(MCPBaseTool):
     """Formats a JSON list of results as lines `Doc 1(Title: …) text`. Other responses stay unchanged."""
 
-    def text_of(self, answer: dict[str, Any]) -> str:
-        text = super().text_of(answer)
+    def text_of(self, result: dict[str, Any]) -> str:
+        text = super().text_of(result)
         results = _parse_results(text)
         if not results:
             return text
@@ -25,8 +25,8 @@ class MCPSearchTool(MCPBaseTool):
             f"Doc {number}(Title: {title}) {content}" for number, (title, content) in enumerate(results, 1)
         )
 
-    def metrics_of(self, answer: dict[str, Any]) -> dict[str, Any]:
-        return {"total_results": len(_parse_results(super().text_of(answer)))}
+    def metrics_of(self, result: dict[str, Any]) -> dict[str, Any]:
+        return {"total_results": len(_parse_results(super().text_of(result)))}
 
 
 def _parse_results(text: str) -> list[tuple[str, str]]:

@@ -25,8 +25,8 @@ _FENCED = re.compile(r"```[ \t]{0,8}\w{0,32}[ \t]{0,8}\n(.*?)(?:\n[ \t]{0,64}```
 
 
 class SandboxFusionTool(BaseTool):
-    """Keys of `config`: `sandbox_fusion_url` (default: that of the run, otherwise the local sandbox), `default_timeout`
-    (seconds), `default_language`, `memory_limit_mb`, `num_workers` (concurrent programs).
+    """Keys of `config`: `sandbox_fusion_url` (default: `sandbox_fusion.url` of the run, or the local sandbox),
+    `default_timeout` (seconds), `default_language`, `memory_limit_mb`, `num_workers` (concurrent programs).
 
     Subclasses may override `execute_code`, also as an async method.
     """
@@ -74,7 +74,7 @@ def code_schema(description: str) -> OpenAIFunctionToolSchema:
 
 
 def plain_code(parameters: dict[str, Any]) -> str:
-    """The argument `code`, without a Markdown code fence around it."""
+    """The argument `code`, or only the content of its first Markdown code block if it contains one."""
     code = str(parameters["code"])
     fenced = _FENCED.search(code)
     return fenced.group(1) if fenced else code

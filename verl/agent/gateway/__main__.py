@@ -74,7 +74,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 class Gateway:
-    """Sessions that clients name themselves, with limits on their number, size and idle time."""
+    """The gateway app with its sessions, which clients name; limits their number, size and idle time."""
 
     def __init__(self, loaded: LoadedModel, model: Model, options: argparse.Namespace) -> None:
         self._loaded, self._out, self._idle_s = loaded, options.out, 60.0 * options.session_idle_minutes
@@ -120,7 +120,7 @@ class Gateway:
                 yield piece
 
     async def _write(self, session: GatewaySession) -> None:
-        """Append the session to the file. In a thread: it is written completely, also if the client disconnects."""
+        """Append the session to the file, in a thread: it is written completely even if the client disconnects."""
         if self._out is not None:
             await asyncio.to_thread(self._append, session.state())
 

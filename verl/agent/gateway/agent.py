@@ -96,7 +96,7 @@ class GatewayAgentLoop(AgentLoopBase):
             reward_info = _returned_info(agent_future.result())
         outputs = build_outputs(session.tree, self._keep_retries)
         if not outputs:
-            message = f"run_agent completed no request (the client disconnected during {session.cut_off} requests)."
+            message = f"run_agent received no complete response ({session.cut_off} responses were cut off)."
             raise TrajectoryFailed(message, "no_request")
         _set_metrics_and_reward(outputs, session, reward_info, failure)
         return outputs
@@ -104,7 +104,7 @@ class GatewayAgentLoop(AgentLoopBase):
     async def _run_agent(
         self, base_url: str, row: Mapping[str, Any]
     ) -> tuple[asyncio.Future[Any], TrajectoryFailed | None]:
-        """Run the agent until it returns, raises, or the timeout is over; return its future and its failure."""
+        """Run the agent until it returns, raises or times out; return its future and its failure."""
         future = start_agent(
             self._function,
             base_url=base_url,
@@ -227,11 +227,11 @@ def _build_output(path: Path) -> AgentLoopOutput:
     assert output.response_logprobs is not None
     assert output.response_versions is not None
     for number, (node, trained) in enumerate(zip(path.nodes, path.trained, strict=True)):
-        context, answer = (node.request.context_ids if number else []), node.answer
-        output.response_ids += [*context, *answer.token_ids]
-        output.response_mask += [0] * len(context) + [int(trained)] * len(answer.token_ids)
-        output.response_logprobs += [0.0] * len(context) + answer.log_probs
-        output.response_versions += [-1] * len(context) + answer.versions
+        context, sampled = (node.request.context_ids if number else []), node.output
+        output.response_ids += [*context, *sampled.token_ids]
+        output.response_mask += [0] * len(context) + [int(trained)] * len(sampled.token_ids)
+        output.response_logprobs += [0.0] * len(context) + sampled.log_probs
+        output.response_versions += [-1] * len(context) + sampled.versions
     output.messages = [*path.nodes[-1].request.conversation, path.nodes[-1].reply]
     return output
 
@@ -282,7 +282,7 @@ def _parse_reward(reward: Any) -> float:
 
 
 class WorkerGateway:
-    """The server of a worker; it runs while there are sessions."""
+    """The HTTP server of a worker for the sessions of its trajectories; it runs while there are sessions."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._sessions = model, Sessions()

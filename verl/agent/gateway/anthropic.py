@@ -35,7 +35,7 @@ def _blocks(content: Any) -> Any:
 
 
 class _Lenient(RequestModel):
-    """Fields such as cache_control and citations are ignored: nothing is cached or cited."""
+    """Base of models that ignore unknown fields, such as cache_control and citations: nothing is cached or cited."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -35,13 +35,13 @@ _MAX_REWARD_INFO_DEPTH = 32
 _PING_S = 10.0
 """Interval of pings in a stream without events: some clients and proxies close silent connections."""
 _SECRET = "session_secret"
-"""Key of the scope."""
+"""Key of the ASGI scope under which handlers find the session's secret."""
 
 T = TypeVar("T")
 
 
 class RewardInfo(RequestModel):
-    """Stored in the trajectory as it was sent."""
+    """A reward, with any further fields; stored in the trajectory as the client sent it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -91,7 +91,7 @@ class GatewayApp:
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Paths are logged and part of error messages: handlers get the secret separately.
+        # Paths appear in logs and error messages: the secret is removed and passed to handlers separately.
         public, _, private = scope["path"].partition("~")
         secret, slash, subpath = private.partition("/")
         path = public + slash + subpath
@@ -255,7 +255,7 @@ class OpenAIFormatter:
 
 
 async def _with_pauses(pieces: AsyncIterator[T], seconds: float) -> AsyncGenerator[T | None, None]:
-    """The pieces, and None whenever no piece arrived for this time."""
+    """Yield the pieces, and None whenever no piece arrived for `seconds`."""
     following: asyncio.Future[T] | None = None
     try:
         while True:

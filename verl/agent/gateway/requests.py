@@ -114,15 +114,15 @@ def suffix_ids(
     tokenizer: Any,
     settings: ChatSettings,
     messages: Sequence[Message],
-    answer_end: Sequence[int],
+    last_token: Sequence[int],
     forced_prefix: str,
     model_info: ModelInfo,
 ) -> list[int]:
-    """Token ids of the messages that follow a response; `answer_end`: its last token. Otherwise like `prompt_ids`."""
+    """Token ids of the messages after a response (`last_token`: its last token id). Otherwise like `prompt_ids`."""
     check_characters(sum(len(str(message["content"])) for message in messages), model_info, "messages")
     with template_errors():
         chat = cached_chat(tokenizer, settings)
-        return chat.suffix(messages, answer_end) + _encode_forced_prefix(chat, forced_prefix)
+        return chat.suffix(messages, last_token) + _encode_forced_prefix(chat, forced_prefix)
 
 
 def end_ids(tokenizer: Any, template_kwargs: dict[str, Any]) -> frozenset[int]:

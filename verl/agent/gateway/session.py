@@ -44,8 +44,9 @@ _CACHED_ENDS = 256
 _SHORT_MESSAGES = 256
 # Bodies up to this size are parsed in this process, in about a millisecond.
 SHORT_BODY_BYTES = 64 * 1024
+# Longest text of a template option that is rendered in this process.
 _SHORT_OPTION = 64
-_SECONDS = 10.0
+_TEXT_WORK_TIMEOUT_S = 10.0
 MAX_SESSION_BYTES = 2**30
 _MAX_NAME = 200
 
@@ -62,10 +63,10 @@ class Model:
         tokenizer: Any,
         parser: Parser,
         template_kwargs: Mapping[str, Any] | None = None,
-        seconds: float = _SECONDS,
+        seconds: float = _TEXT_WORK_TIMEOUT_S,
         grammars: bool = True,
     ) -> None:
-        """`seconds`: time limit of the text work of one request. `grammars`: whether answers follow grammars."""
+        """`seconds`: time limit of the text work of one request. `grammars`: whether the engine supports grammars."""
         self.model_info, self.tokenizer, self.parser = model_info, tokenizer, parser
         self._template_kwargs, self._grammars = dict(template_kwargs or {}), grammars
         self.workers = TextWorkers(tokenizer_loader(tokenizer), seconds, functions=[read_request, prompt_ids])
@@ -97,7 +98,7 @@ class Model:
     async def suffix(self, request: GatewayRequest, messages: Sequence[Message], node: ResponseNode) -> list[int]:
         """Token ids of the messages after the response of `node`."""
         named = _with_tool_names(messages, node.reply)
-        return await self._tokenise(suffix_ids, request, named, node.answer.token_ids[-1:])
+        return await self._tokenise(suffix_ids, request, named, node.output.token_ids[-1:])
 
     async def ends(self, chat: ParsedChatRequest) -> frozenset[int]:
         """Ids of the tokens that end a response."""
@@ -140,16 +141,16 @@ class GatewaySession:
     """Public: it does not give access to the session."""
     generate: Generate
     max_turns: int | None = None
-    """Responses that are recorded."""
+    """Maximum number of recorded responses; None: no limit."""
     max_bytes: int = MAX_SESSION_BYTES
-    """Memory of the recorded messages and tokens, as `Tree.stored_bytes` estimates it."""
+    """Maximum memory of the recorded messages and tokens, as `Tree.stored_bytes` estimates it."""
     tree: Tree = field(default_factory=Tree)
     reward_info: dict[str, Any] | None = None
     closed: bool = False
     cut_off: int = 0
-    """Responses whose client disconnected before the end."""
+    """Number of responses that did not finish: the client disconnected, or the generation failed or was aborted."""
     on_full_context: Callable[[list[int]], None] | None = None
-    """Called with the prompt tokens of a request that fill the context, so that no response fits."""
+    """Called with the prompt tokens of a request if they fill the context, so that no response fits."""
     last_used: float = field(default_factory=time.monotonic)
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -196,12 +197,13 @@ class GatewaySession:
 
     @property
     def is_unused(self) -> bool:
-        """Whether there is nothing to keep: the tree has no request, and none is in flight."""
+        """Whether nothing was recorded (neither requests nor a reward), and no request is in flight."""
         return not self.tree.counts and not self._tasks and self.reward_info is None
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
-        """The current task processes a request of this session: `close` cancels it, which raises ApiError 410 here."""
+        """Context in which the current task processes a request of this session. If `close` cancels the task, the
+        context raises ApiError 410."""
         ended = ApiError("this session has ended.", status=410, code="no_session")
         if self.closed:
             raise ended
@@ -359,13 +361,13 @@ def _with_tool_names(messages: Sequence[Message], reply: Message) -> list[Messag
 
 
 def _node_state(node: ResponseNode) -> dict[str, Any]:
-    answer = node.answer
+    output = node.output
     return {
         "messages": node.request.messages,
         "reply": node.reply,
         "context_ids": node.request.context_ids,
-        "token_ids": answer.token_ids,
-        "log_probs": answer.log_probs,
-        "versions": answer.versions,
-        "finish_reason": answer.finish_reason,
+        "token_ids": output.token_ids,
+        "log_probs": output.log_probs,
+        "versions": output.versions,
+        "finish_reason": output.finish_reason,
     }

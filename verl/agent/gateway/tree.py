@@ -22,9 +22,9 @@ __all__ = ["Lookup", "Message", "Path", "RequestNode", "ResponseNode", "Tree", "
 Message = dict[str, Any]
 # Estimated memory of a context token: its id as a Python int, and the pointer in a list.
 _CONTEXT_TOKEN_BYTES = 36
-# Of a sampled token: its id, log-probs and version, and the pointers in their lists.
+# Estimated memory of a sampled token: its id, log-probs and version, and the pointers in their lists.
 _SAMPLED_TOKEN_BYTES = 160
-# Of a request or a response besides messages and tokens: its objects, digests and dict entries.
+# Estimated memory of a request or a response besides messages and tokens: its objects, digests and dict entries.
 _ENTRY_BYTES = 1024
 
 
@@ -46,7 +46,7 @@ class RequestNode:
         """Token ids of the whole context."""
         ids: list[int] = []
         for node in () if self.parent is None else self.parent.path:
-            ids += node.request.context_ids + node.answer.token_ids
+            ids += node.request.context_ids + node.output.token_ids
         return ids + self.context_ids
 
     @property
@@ -63,11 +63,12 @@ class ResponseNode:
     """One response of the model."""
 
     request: RequestNode
-    answer: Output
+    output: Output
+    """The sampled tokens."""
     reply: Message
     """The message that the client received."""
     order: tuple[int, int] = (0, 0)
-    """(number of responses of the session when this one was requested, the same when it finished)."""
+    """(number of responses of the session when this one was requested, and when it finished)."""
 
     @property
     def path(self) -> list[ResponseNode]:
@@ -97,7 +98,7 @@ class Lookup:
     request: RequestNode | None
     """The node of an earlier, equal request."""
     parent: ResponseNode | None
-    """The response that the messages continue; None: they are a root."""
+    """The response that the messages continue; None: the request is a root."""
     messages: list[Message]
     """The messages to tokenise: those after the parent's response, or all."""
 
@@ -138,25 +139,25 @@ class Tree:
         return request
 
     def add_response(
-        self, request: RequestNode, answer: Output, reply: Message, requested_at: int | None = None
+        self, request: RequestNode, output: Output, reply: Message, requested_at: int | None = None
     ) -> ResponseNode:
         """Add a finished response. `requested_at`: `len(nodes)` when it was requested (None: now)."""
         finished_at = len(self.nodes)
         node = ResponseNode(
-            request, answer, reply, (finished_at if requested_at is None else requested_at, finished_at)
+            request, output, reply, (finished_at if requested_at is None else requested_at, finished_at)
         )
         self.nodes.append(node)
-        num_top_log_probs = sum(map(len, answer.top_log_probs))
-        self.stored_bytes += _memory(reply) + _SAMPLED_TOKEN_BYTES * (len(answer.token_ids) + num_top_log_probs)
+        num_top_log_probs = sum(map(len, output.top_log_probs))
+        self.stored_bytes += _memory(reply) + _SAMPLED_TOKEN_BYTES * (len(output.token_ids) + num_top_log_probs)
         self._nodes_by_digest[prefix_digests(request.scope, [*request.conversation, reply])[-1]] = node
         return node
 
     def paths(self, keep_retries: bool) -> list[Path]:
-        """The paths from roots to leaves (responses that no answered request continues); no response is trained twice.
+        """The paths from roots to leaves; no response is trained twice.
 
-        A leaf is discarded if the client later requested, or continued from, another response to the same request: the
-        agent did not use this response, so the reward does not depend on it. `keep_retries` keeps such leaves, for
-        agents that request several responses on purpose.
+        A leaf is a response after which no other response was generated. It is discarded if the client later requested,
+        or continued from, another response to the same request: the agent did not use this response, so the reward does
+        not depend on it. `keep_retries` keeps such leaves, for agents that request several responses on purpose.
         """
         parents = {id(node.request.parent) for node in self.nodes}
         discarded = set() if keep_retries else self._discarded()
@@ -195,9 +196,9 @@ class Tree:
     ) -> tuple[ResponseNode | None, list[Message]]:
         """Return the response that the messages continue, and the messages after it; else None and all messages.
 
-        Messages after a response that include another assistant message, which the model did not generate, do not
-        continue it: a template may render earlier responses differently from the last one, so the whole conversation
-        must be rendered.
+        Messages do not continue a response if they contain another assistant message after it, which the model did not
+        generate: a template may render earlier responses differently from the last one, so the whole conversation must
+        be rendered.
         """
         for length in range(len(messages) - 1, 0, -1):
             if messages[length]["role"] == "assistant":

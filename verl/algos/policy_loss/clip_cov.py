@@ -1,6 +1,7 @@
 """`clip_cov`: PPO clip that drops the gradient of some tokens (arXiv 2505.22617).
 
-They are chosen at random from those with a high covariance of log-prob and advantage, which reduce the entropy most.
+The tokens are chosen at random from those with a high covariance of log-prob and advantage, which reduce the entropy
+most.
 """
 
 from __future__ import annotations

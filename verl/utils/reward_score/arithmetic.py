@@ -40,9 +40,10 @@ _MAX_DIGITS = 18
 
 
 def tokenize(text: str) -> list[str] | None:
-    """Numbers, operators and round brackets; None if there is anything else, or brackets do not match.
+    """Split an expression into numbers, operators and round brackets; None if it contains anything else, is too long,
+    or has brackets that do not match.
 
-    `\\frac{a}{b}`, `2(3+4)` and other kinds of brackets are expanded.
+    `\\frac{a}{b}` becomes a division, `2(3+4)` a product, and all brackets become round ones.
     """
     if "\\" in text:
         text = _FRACTION.sub(r"((\1\3)/(\2\4))", text)
@@ -71,7 +72,7 @@ def tokenize(text: str) -> list[str] | None:
 
 
 def evaluate(tokens: Sequence[str]) -> Fraction | None:
-    """The exact value of an expression; None if it is not one, or divides by zero."""
+    """The exact value of an expression; None if the tokens are not a valid expression, or it divides by zero."""
     values: list[Fraction | int] = []
     operators: list[str] = []  # not applied yet, and open brackets
     after_value = False
@@ -170,7 +171,7 @@ def stated_number(text: str) -> str | None:
     `72`, `**$1,234.50**`, `x = 72 km`, `The sum is 1.5 million.` A number that is only a part of the statement is none:
     one of several (`72 or 73`), one in an expression (`72 × 2`), a bound (`at least 72`), a time of day (`12 pm`). The
     text before it must be a name or end in `is`, `are`, `:` or `=`; the text after it must be a unit or prose without
-    another number, except `72 clips in 2 months`.
+    another number, except in a rate or a duration (`72 clips in 2 months`).
     """
     plain = _PLAIN_NUMBER.fullmatch(text)
     if plain is not None:

@@ -69,11 +69,13 @@ def compute_score(
     timeout: float = 5.0,
     settings: CodeSettings | None = None,
 ) -> dict[str, Any]:
-    """`score`: the fraction of the tests that pass; not `continuous`: 1 if all pass, else 0. `acc`: whether all pass.
+    """`score`: the fraction of the tests that pass; if `continuous` is False, 1 if all pass, else 0. `acc`: whether all
+    pass.
 
-    The tests of a response share one run of the sandbox, of at most `settings.wall_s` seconds, each of them at most
-    `timeout`. Other fields: `passed` and `tests` (counts), `outcome` (of the first test that fails), `forgeable` (1 if
-    a test had to be executed in the solution's own process, or that process was not isolated from the test).
+    All tests of a Python program share one run of the sandbox, of at most `settings.wall_s` seconds; other languages
+    have one run per test. `timeout` limits the seconds of each test. Other fields: `passed` and `tests` (counts),
+    `outcome` (of the first test that fails), `forgeable` (1 if a test had to be executed in the solution's own process,
+    or that process was not isolated from the test).
     """
     settings = settings or CodeSettings()
     tests = read_tests(ground_truth)
@@ -96,8 +98,8 @@ def compute_score(
 
 def _result(passed: int, tests: int, outcome: str, continuous: bool, forgeable: bool = False) -> dict[str, Any]:
     score = passed / tests if continuous else float(passed == tests)
-    share = {"score": score, "acc": float(passed == tests), "passed": passed, "tests": tests}
-    return {**share, "outcome": outcome, "forgeable": int(forgeable)}
+    fields = {"score": score, "acc": float(passed == tests), "passed": passed, "tests": tests}
+    return {**fields, "outcome": outcome, "forgeable": int(forgeable)}
 
 
 def _verdict(test: Test, outcome: Outcome) -> str:
@@ -141,7 +143,7 @@ def _python_outcomes(
     outcomes = list(_read_outcomes(result.stdout))[: len(tests)]
     if outcomes and outcomes[-1]["status"] == "syntax":
         return [outcomes[-1]] * len(tests)
-    # Missing outcomes were not run: the run ended early, or a failure had decided the score.
+    # Tests without an outcome were not run: the run ended early, or an earlier failure had decided the score.
     not_run = {"status": result.status if result.status in _OUTCOME_NAMES else "not run"}
     return outcomes + [not_run] * (len(tests) - len(outcomes))
 

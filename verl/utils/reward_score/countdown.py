@@ -1,6 +1,7 @@
-"""Countdown: an equation in `<answer>` tags that uses each given number once and makes the target.
+"""Countdown: an equation in `<answer>` tags that uses each given number once and whose value is the target.
 
-Nothing the model writes is evaluated as code: `arithmetic` reads numbers, + - * / and brackets, with exact fractions.
+Nothing that the model writes is evaluated as code: `arithmetic` parses numbers, + - * / and brackets and computes with
+exact fractions.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ __all__ = ["answer_of", "compute_score", "extract_solution", "puzzle"]
 
 _EQUALS = re.compile(r"=+")
 _MAX_SIDES = 10
+# The value of an expression, and the expression as text.
 _Term = tuple[Fraction | int, str]
-# All ways to combine five numbers are tried in seconds, of six in minutes.
+# Trying all ways to combine five numbers takes seconds, six numbers take minutes.
 _MAX_NUMBERS_SOLVED = 5
 
 
@@ -32,7 +34,10 @@ def extract_solution(solution_str: str) -> str | None:
 
 
 def answer_of(ground_truth: Any) -> str | None:
-    """A solution of the puzzle in the expected format; None for too many numbers. ValueError: there is no solution."""
+    """A solution of the puzzle in the expected format; None if there are too many numbers to search for one.
+
+    ValueError: there is no solution.
+    """
     target, numbers = puzzle(ground_truth)
     if len(numbers) > _MAX_NUMBERS_SOLVED:
         return None
@@ -47,8 +52,9 @@ def answer_of(ground_truth: Any) -> str | None:
 def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
     """`score` for an equation that solves the puzzle, `format_score` for anything else in the tags, 0 without them.
 
-    `ground_truth` is `{"target": 98, "numbers": [44, 19, 35]}` (or `nums`). The answer may name the result, before or
-    after an `=`, or steps on the way to it; then every side must have its value.
+    `ground_truth` is `{"target": 98, "numbers": [44, 19, 35]}` (or `nums`). The answer may consist of several
+    sides (`44 + 19 + 35 = 63 + 35 = 98`): every side must equal the target, and one must use exactly the numbers. A
+    one-letter name as the first side is ignored.
     """
     target, numbers = puzzle(ground_truth)
     answer = extract_solution(solution_str)
@@ -95,13 +101,14 @@ def _solution(terms: list[_Term], target: int, results: Callable[[_Term, _Term],
 
 
 def _integer_results(one: _Term, other: _Term) -> list[_Term]:
-    """Without fractions and negative numbers: enough for most puzzles, and integers are fast."""
+    """The non-negative integers that two terms can be combined to: enough for most puzzles, and fast."""
     (b, right), (a, left) = sorted((one, other), key=lambda term: term[0])
     results = [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})"), (a - b, f"({left} - {right})")]
     return [*results, (a // b, f"({left} / {right})")] if b and a % b == 0 else results
 
 
 def _all_results(one: _Term, other: _Term) -> list[_Term]:
+    """All numbers that two terms can be combined to, including fractions and negative numbers."""
     (a, left), (b, right) = one, other
     results = [(a + b, f"({left} + {right})"), (a * b, f"({left} * {right})")]
     results += [(a - b, f"({left} - {right})"), (b - a, f"({right} - {left})")]

@@ -45,7 +45,8 @@ def compute_score(
 
 
 def _line_after_mark(text: str) -> str | None:
-    """The line after the last `####`, or the next that is not empty; a heading may be closed, as in `#### 72 ####`."""
+    """The rest of the line after the last `####`, or the next non-empty line. A closing `####` (`#### 72 ####`) is
+    ignored."""
     text = text.rstrip()
     if text.endswith(_MARK) and _MARK in text.rpartition("\n")[2].rstrip("#"):
         text = text.rstrip("#")
@@ -57,7 +58,7 @@ def _parse_truth(ground_truth: object) -> Decimal:
     try:
         return Decimal(_plain(str(ground_truth)))
     except InvalidOperation as error:
-        raise ValueError(f"ground_truth {ground_truth!r} is not a number. GSM8K answers are; check the row.") from error
+        raise ValueError(f"ground_truth {ground_truth!r} is not a number. Correct the row.") from error
 
 
 def _plain(number: str) -> str:

@@ -1,4 +1,4 @@
-"""A language model as judge: rates each response by a template; the score is parsed from its output."""
+"""A language model as judge: it rates each response to a prompt template, and the score is parsed from its output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Judge:
     model: str | None
 
     def request(self, **variables: Any) -> dict[str, Any]:
-        """The body of the chat completion request; `variables` of the template."""
+        """The body of the chat completion request. `variables`: the values of the template's variables."""
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, {"role": "user", "content": compiled(self.template).render(**variables)}]
         body: dict[str, Any] = {"messages": messages, "max_tokens": self.max_tokens, "temperature": self.temperature}
@@ -67,7 +67,8 @@ class Judge:
         value = _score_in_json(judgement, self.field) if is_json else _score_in_text(judgement, self.pattern)
         if value is None:
             expected = f"a JSON object with {self.field!r}" if is_json else f"a match of {self.pattern!r}"
-            raise ValueError(f"the judge gave no score ({expected}): {judgement[-_SHOWN_CHARACTERS:]!r}")
+            shown = judgement[-_SHOWN_CHARACTERS:]
+            raise ValueError(f"the judge's output contains no score (expected {expected}): {shown!r}")
         if not self.low <= value <= self.high:
             raise ValueError(f"the judge's score {value:g} is not from {self.low:g} to {self.high:g}")
         return (value - self.low) / (self.high - self.low)
@@ -83,7 +84,7 @@ async def compute_score(
     judge: Judge,
 ) -> dict[str, Any]:
     """`score`: the mean of the judgements that could be parsed; `judge_unreadable`: the fraction that could not;
-    `judgement`: the first. ValueError: none could be parsed."""
+    `judgement`: the text of the first one. ValueError: none could be parsed."""
     messages = required_prompt(raw_prompt)
     body = judge.request(
         prompt=str(messages[-1]["content"]),

@@ -35,7 +35,8 @@ _CLEARLY_APART = 1e-5
 _RELATION = re.compile(r"\\(?:approx|neq|leq|geq|equiv)(?![a-z])|[=<>]")
 _BRACE = re.compile(r"\\.|[{}]")
 _NAME = re.compile(NAME)
-_APPROXIMATE = Fraction(1, 100)
+# Maximum relative error of a side after `\approx`.
+_APPROXIMATION_TOLERANCE = Fraction(1, 100)
 # Each side may need a symbolic comparison.
 _MAX_SIDES = 5
 
@@ -80,42 +81,44 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
 
 def is_equiv(answer: str, truth: str) -> bool:
     """Whether two LaTeX answers are equal: in canonical form, as numbers, or symbolically."""
-    ours, theirs = normalize_math(answer), normalize_math(truth)
-    if ours == theirs:
+    answer_form, truth_form = normalize_math(answer), normalize_math(truth)
+    if answer_form == truth_form:
         return True
-    if not ours:
+    if not answer_form:
         return False
     if "=" in truth and all(parse_number(normalize_math(value)) is not None for value in truth.split("=")):
         return all(any(is_equiv(side, value) for value in truth.split("=")) for side in answer.split("="))
-    if parse_in_base(ours) or parse_in_base(theirs):
-        return _same_digits(ours, theirs)
-    if _split_equation(ours)[1] and not _split_equation(theirs)[1]:
-        if _equation_states(ours, theirs):
+    if parse_in_base(answer_form) or parse_in_base(truth_form):
+        return _same_digits(answer_form, truth_form)
+    if _split_equation(answer_form)[1] and not _split_equation(truth_form)[1]:
+        if _equation_states(answer_form, truth_form):
             return True
         if "=" not in truth:  # the truth is neither an equation nor a named value
             return False
-    left, right = parse_number(ours), parse_number(theirs)
-    if left is None and right is not None and "=" not in ours and (stated := stated_number(answer)) is not None:
+    left, right = parse_number(answer_form), parse_number(truth_form)
+    if left is None and right is not None and "=" not in answer_form and (stated := stated_number(answer)) is not None:
         left = Fraction(stated)
     if left is not None and right is not None:
         if left == right or ("%" in truth and 100 * left == right) or ("%" in answer and left == 100 * right):
             return True
         if abs(left - right) > _CLEARLY_APART * abs(right):
             return False
-    ours, theirs = clean_latex(answer), clean_latex(truth)
-    return not contains_words(ours) and not contains_words(theirs) and symbolically_equal(theirs, ours)
+    answer_latex, truth_latex = clean_latex(answer), clean_latex(truth)
+    if contains_words(answer_latex) or contains_words(truth_latex):
+        return False
+    return symbolically_equal(truth_latex, answer_latex)
 
 
-def _same_digits(ours: str, theirs: str) -> bool:
-    """Compare numbers in a base, which math-verify ignores; one of them may omit the base."""
-    left, right = parse_in_base(ours), parse_in_base(theirs)
-    return left == right if left and right else (left[0] if left else ours) == (right[0] if right else theirs)
+def _same_digits(answer: str, truth: str) -> bool:
+    """Compare numbers with a base such as `4343_6` (math-verify ignores the base); one of them may omit the base."""
+    left, right = parse_in_base(answer), parse_in_base(truth)
+    return left == right if left and right else (left[0] if left else answer) == (right[0] if right else truth)
 
 
 def _truth(ground_truth: object) -> str:
     text = str(ground_truth).strip()
     if ground_truth is None or not text:
-        raise ValueError(f"ground_truth {ground_truth!r} is empty. Write the right answer, or remove the row.")
+        raise ValueError(f"ground_truth {ground_truth!r} is empty. Write the correct answer, or remove the row.")
     return last_boxed(text) or text
 
 
@@ -136,7 +139,7 @@ def _equation_states(normalized: str, truth: str) -> bool:
     """Whether an equation assigns this value: `x = 2 + 3 = 5` states 5, `4 = 5` and `2x = 5` do not.
 
     One side may be a name; all others must have the value. With `\\approx`, a side may also be a number close to it
-    (any number, if the value is not one), but not all sides.
+    (any number, if `truth` is not a number), but not all sides.
     """
     values, signs = _split_equation(normalized)
     if not set(signs) <= {"=", "\\approx", "\\equiv"}:
@@ -157,7 +160,7 @@ def _equation_states(normalized: str, truth: str) -> bool:
 
 def _is_approximate(value: str, truth: str) -> bool:
     left, right = parse_number(value), parse_number(truth)
-    return left is not None and (right is None or abs(left - right) <= _APPROXIMATE * abs(right))
+    return left is not None and (right is None or abs(left - right) <= _APPROXIMATION_TOLERANCE * abs(right))
 
 
 # ---------------------------------------------------------------- symbolic comparison
@@ -167,7 +170,8 @@ CPU_SECONDS = 2.0
 HELPER_SECONDS = 30.0
 _MAX_CHARACTERS = 300
 _MAX_DEPTH = 10
-_RELATIVE = 1e-5
+# Maximum relative difference of numbers that math-verify takes for equal.
+_RELATIVE_TOLERANCE = 1e-5
 _MAX_EXPONENT = 10_000
 _MAX_FACTORIAL = 5_000
 _TOWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\d+\s*\^)|\}\s*\^[^{}]*\}\s*\^")
@@ -188,7 +192,7 @@ def symbolically_equal(truth: str, answer: str) -> bool:
 
 
 class _OutOfTimeError(BaseException):
-    """Not an Exception, so that no library handles it as a failed attempt and continues."""
+    """A BaseException, so that no library catches it as an Exception and continues."""
 
 
 def _compare_in_time(truth: str, answer: str) -> bool:
@@ -197,17 +201,18 @@ def _compare_in_time(truth: str, answer: str) -> bool:
     def on_timer(number: int, frame: Any) -> None:
         raise _OutOfTimeError
 
-    before = signal.signal(signal.SIGVTALRM, on_timer)
-    # It repeats: an exception that is raised in a finalizer is lost.
-    timer = signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, CPU_SECONDS / 10)
+    previous_handler = signal.signal(signal.SIGVTALRM, on_timer)
+    # The timer repeats, because an exception that is raised in a finalizer is lost.
+    previous_timer = signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS, CPU_SECONDS / 10)
     try:
-        ours, theirs = _parse_latex(answer), _parse_latex(truth)
-        return bool(verify(list(theirs), list(ours), timeout_seconds=None)) and not _far_apart(theirs, ours)
+        parsed_answer, parsed_truth = _parse_latex(answer), _parse_latex(truth)
+        equal = bool(verify(list(parsed_truth), list(parsed_answer), timeout_seconds=None))
+        return equal and not _far_apart(parsed_truth, parsed_answer)
     except (_OutOfTimeError, RecursionError):
         return False
     finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, *previous_timer)
+        signal.signal(signal.SIGVTALRM, previous_handler)
 
 
 @functools.lru_cache(maxsize=256)  # one truth is compared with many answers
@@ -227,7 +232,7 @@ def _far_apart(truth: tuple[Any, ...], answer: tuple[Any, ...]) -> bool:
         left, right = complex(answer[0].evalf(15)), complex(truth[0].evalf(15))
     except (TypeError, ValueError, OverflowError):
         return False
-    return abs(left - right) > _RELATIVE * abs(right)
+    return abs(left - right) > _RELATIVE_TOLERANCE * abs(right)
 
 
 def _math_verify() -> Any:
@@ -235,7 +240,7 @@ def _math_verify() -> Any:
         package = importlib.import_module("math_verify")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{error}: answers are compared as mathematics with it. Run: pip install math-verify", name=error.name
+            f"{error}; this package compares mathematical answers. Run: pip install math-verify", name=error.name
         ) from error
     # Suppress its warning that it has no time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -243,7 +248,8 @@ def _math_verify() -> Any:
 
 
 def _has_matching_brackets(latex: str) -> bool:
-    """Whether brackets of any kind (`[0, 1)`) match and are not nested deeply: the parser takes seconds otherwise."""
+    """Whether as many brackets are opened as closed, of any kind (`[0, 1)`), and they are not nested deeply: otherwise
+    the parser takes seconds."""
     depth = deepest = 0
     for character in latex:
         depth += (character in "([{") - (character in ")]}")
@@ -252,7 +258,7 @@ def _has_matching_brackets(latex: str) -> bool:
 
 
 def _may_be_huge(latex: str) -> bool:
-    """Whether its value may be an enormous number; no alarm interrupts such arithmetic."""
+    """Whether the value of an expression may be enormous; the timer cannot interrupt such arithmetic."""
     text = latex.replace("\\!", "")
     if _TOWER.search(text):
         return True
@@ -275,6 +281,9 @@ def _bounded_int(digits: str) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _helper_process(owner: int) -> ProcessPool:
-    """The process that compares for threads without an alarm; one per process (`owner`), started on first use."""
+    """The process that compares for other threads: only the main thread of a process can handle the timer's signal.
+
+    There is one for each process (`owner`: its process id), started on first use.
+    """
     _math_verify()  # raise here if it is not installed
     return ProcessPool(1, initializer=_math_verify)

@@ -1,7 +1,7 @@
 """DAPO-Math and AIME: the last line is `Answer: …`, and the answer a number (DAPO, arXiv 2503.14476).
 
-Scores are 1 and 0, as for every task here, where the paper gives 1 and -1 (advantages within a group do not differ but
-by a factor). For the paper's: custom_reward_function.path=pkg://verl.utils.reward_score.math_dapo and
+Scores are 1 and 0, as for all tasks in this package; the paper uses 1 and -1, which changes the advantages of a group
+by at most a factor. For the paper's scores, set custom_reward_function.path=pkg://verl.utils.reward_score.math_dapo and
 custom_reward_function.reward_kwargs={format_score: -1, no_answer_score: -1}.
 """
 
@@ -19,7 +19,7 @@ from verl.utils.reward_score.registry import register_score
 __all__ = ["compute_score", "extract_solution", "last_boxed_only_string", "remove_boxed"]
 
 _ANSWER = re.compile(r"answer[*_ \t]{0,8}[:：]", re.IGNORECASE)
-# A line of its own before displayed mathematics.
+# Lines that only open displayed mathematics or bold text; the answer is on the next line.
 _OPENINGS = {"", "$", "$$", "\\[", "\\(", "**", "*"}
 _MAX_CHARACTERS = 500
 
@@ -27,7 +27,7 @@ _MAX_CHARACTERS = 500
 def extract_solution(solution_str: str) -> str | None:
     """The text after the last `Answer:`, on its line or the next non-empty one; else the content of the last box.
 
-    Models that were trained to box their results do so whatever the prompt demands.
+    Models that were trained to box their results do so even if the prompt requires another format.
     """
     match = last_match(_ANSWER, solution_str, ["answer"])
     if match is None:
@@ -74,7 +74,7 @@ def compute_score(
     """
     truth = normalize_math(str(ground_truth))
     if not truth:
-        raise ValueError(f"ground_truth {ground_truth!r} is empty. Write the right answer, or remove the row.")
+        raise ValueError(f"ground_truth {ground_truth!r} is empty. Write the correct answer, or remove the row.")
     answer = extract_solution(solution_str)
     if answer is None:
         return {"score": no_answer_score, "acc": 0.0, "pred": None}

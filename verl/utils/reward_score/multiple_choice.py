@@ -40,7 +40,7 @@ _CONCLUSION = re.compile(
 )
 _ONLY_LETTER = re.compile(rf"{_LETTER_IN_LAYOUT}\.?", re.IGNORECASE)
 _DECORATION = re.compile(r"[*_$`{}\"]|\\(?:text|math)(?:bf|rm)?(?![a-z])|\\[()\[\] ]|^\s*[>#-]+\s+")
-# A letter, alone or with a mark behind it and then the option's text: no prose, where `a` is a word.
+# A letter, alone or followed by punctuation and the option's text. Prose does not match: there, `a` is a word.
 _LETTER = re.compile(
     r"(?:not\s+[A-J],?\s+but\s+)?(?:(?:option|choice|letter)\s+)?[(\[<']?([A-J])"
     r"(?:[)\]>']?\s*$|[)\]>']?\s*[\])>.:;,]+\s*(.*)|\s+-\s+(.*)|\s+\((.*)\)$|\s+(?:because|since|as|is)\s+(.*))",
@@ -48,7 +48,8 @@ _LETTER = re.compile(
 )
 _SEVERAL = re.compile(r"(?:(?:,|/|&|or\b|and\b)\s*)*\(?[A-J](?:\s*$|\s*[.,;:)\]/&+]|\s+(?:or|and)\b)")
 _DENIED = re.compile(r"\b(?:wrong|incorrect|false|not|no)\b|n't\b", re.IGNORECASE)
-_OPEN = re.compile(rf"{_DENIED.pattern}|\b(?:or|and|n?either|nor|but|whether|if|none|never)\b", re.IGNORECASE)
+# Words that leave open which letter is the answer.
+_UNDECIDED = re.compile(rf"{_DENIED.pattern}|\b(?:or|and|n?either|nor|but|whether|if|none|never)\b", re.IGNORECASE)
 _OPTION_LINE = re.compile(r"^[*(\[]{0,3}(?:[Oo]ption )?([A-J])(?:[)\].:]|\s+-\s)", re.MULTILINE)
 _IN_BRACKETS = re.compile(r"[(\[]([A-J])[)\]]")
 
@@ -101,7 +102,7 @@ def compute_score(
 
 
 def _letter_after_cue(text: str, options: Mapping[str, str]) -> str | None:
-    """The letter after the last `answer is`, unless `I choose` or `is the answer` names one behind it."""
+    """The letter of `B is the answer` or `I choose B` after the last `answer is`, else the letter after `answer is`."""
     cue = last_match(_CUE, text, _CUE_WORDS)
     start = cue.start() if cue else 0
     verdict = last_match(_VERDICT, text, _VERDICT_WORDS, start)
@@ -117,29 +118,32 @@ def _letter_after_cue(text: str, options: Mapping[str, str]) -> str | None:
 def _letter_before_verdict(text: str, verdict: re.Match[str]) -> str | None:
     """The letter before a verdict, unless it is one of several or the sentence denies it."""
     before = text[max(0, verdict.start() - _MAX_CHARACTERS) : verdict.start()]
-    behind = re.split(r"[.,;!?\n]", text[verdict.end() : verdict.end() + _MAX_CHARACTERS])[0]
+    after = re.split(r"[.,;!?\n]", text[verdict.end() : verdict.end() + _MAX_CHARACTERS])[0]
     letter = _LETTER_AT_END.search(before)
-    if letter is None or _OPEN.search(_last_clause(before[: letter.start()])) or _DENIED.search(behind):
+    if letter is None or _UNDECIDED.search(_last_clause(before[: letter.start()])) or _DENIED.search(after):
         return None
     return letter.group(1)
 
 
 def _letter_of_statement(statement: str, options: Mapping[str, str]) -> str | None:
-    """The letter of a text that should be an answer and nothing else."""
+    """The letter of a text that should contain only an answer; None if it names none or several."""
     plain = _plain(statement)
     match = _LETTER.match(plain)
     if match is None:
         conclusion = _CONCLUSION.search(plain)
-        return conclusion.group(1) if conclusion and not _OPEN.search(plain) else _option_with_text(plain, options)
+        return conclusion.group(1) if conclusion and not _UNDECIDED.search(plain) else _option_with_text(plain, options)
     letter, *rest = match.groups()
-    behind = next((text.strip() for text in rest if text), "")
-    named = _option_with_text(behind, options)
-    denied = _DENIED.match(behind.removeprefix("is ")) if rest[-1] or behind.startswith("is ") else None
-    return None if denied or _SEVERAL.match(behind) or named not in (None, letter.upper()) else letter.upper()
+    after = next((text.strip() for text in rest if text), "")
+    named = _option_with_text(after, options)
+    denied = _DENIED.match(after.removeprefix("is ")) if rest[-1] or after.startswith("is ") else None
+    return None if denied or _SEVERAL.match(after) or named not in (None, letter.upper()) else letter.upper()
 
 
 def _letter_on_last_line(text: str, options: Mapping[str, str]) -> str | None:
-    """A letter alone or after `so`, the only one in brackets, or one option; not `D. …`, which ends a list of them."""
+    """A letter alone or after `so`, the only letter in brackets, or the text of one option.
+
+    `D. …` does not count if it ends a list of options.
+    """
     lines = text.rstrip()[-_MAX_CHARACTERS:].splitlines()
     plain = _plain(lines[-1]) if lines else ""
     if _OPTION_LINE.match(plain) and len(plain) > 3:
@@ -149,10 +153,10 @@ def _letter_on_last_line(text: str, options: Mapping[str, str]) -> str | None:
         return alone.group(1).upper()
     clause = _last_clause(plain)
     if conclusion := _CONCLUSION.search(clause):
-        return None if _OPEN.search(clause) else conclusion.group(1)
+        return None if _UNDECIDED.search(clause) else conclusion.group(1)
     bracketed = set(_IN_BRACKETS.findall(plain))
     if len(bracketed) == 1 and not plain.startswith("("):
-        return None if _OPEN.search(plain) else bracketed.pop()
+        return None if _UNDECIDED.search(plain) else bracketed.pop()
     return _option_with_text(plain, options)
 
 

@@ -1,4 +1,4 @@
-"""The answer normaliser of all scorers: one canonical form for texts, mathematical answers and numbers.
+"""Normalise answers for all scorers: one canonical form for texts, mathematical answers and numbers.
 
 `normalize_text` for short texts, `normalize_math` and `parse_number` for mathematics; `strip_layout` and
 `unicode_to_latex` remove what is only layout or encoding; the tables of LaTeX commands and of units are shared with
@@ -222,7 +222,7 @@ _MATH_COMMANDS = {
     "\\degree": "\\circ",
 }
 _SIGNS = re.compile(r"^[*\s]+|[*\s]+$|[$%€£]|\^\s?\{?\\circ\s?\}?|\\circ")
-# Text that must occur, pattern, replacement.
+# (Text without which the pattern cannot match, pattern, replacement.)
 _OTHER_NOTATIONS = [
     ("color", re.compile(r"\\(?:text)?color\s*\{\w*\}"), ""),
     ("over", re.compile(r"\{([^{}]*)\\over([^{}A-Za-z][^{}]*)\}"), r"\\frac{\1}{\2}"),
@@ -333,7 +333,8 @@ def _strip_unit(text: str) -> str:
 
 
 def _strip_names(text: str) -> str:
-    """`x=5` is 5, and `x=1,x=2` is 1,2; `x+y=5` is an equation, and `x=1,y=2` says more than its values."""
+    """Remove names of values: `x=5` becomes `5`, and `x=1,x=2` becomes `1,2`. An equation (`x+y=5`) and values of
+    several names (`x=1,y=2`) are returned unchanged."""
     values = [_NAMED_VALUE.fullmatch(part) for part in (text.split(",") if text.count("=") > 1 else [text])]
     if not all(value and not re.search(r"=|\\approx", value.group(2)) for value in values):
         return text

@@ -1,6 +1,6 @@
 """Questions with short answers, between `<answer>` tags: exact match, contained match and F1, as for SQuAD.
 
-Texts are compared as `normalize_text` writes them; an answer must match any one of the golden answers. Text between
+Texts are compared after `normalize_text`; an answer must match any one of the golden answers. Text between
 `<information>` tags comes from a retriever, not from the model, and is not searched.
 """
 

@@ -69,7 +69,7 @@ def register_score(
 
 
 def set_arguments(function: Callable[..., Any], **arguments: Any) -> None:
-    """Add arguments to every call of this function, also in scorer processes."""
+    """Set the arguments that are added to every call of this function, also in scorer processes."""
     for source, entry in SCORE_FUNCTIONS.items():
         if entry.compute is function:
             SCORE_FUNCTIONS[source] = replace(entry, arguments=arguments)
@@ -123,7 +123,8 @@ def default_compute_score(
 def call_with_accepted(
     function: Callable[..., Score], *, data_source: str, extra_info: Any, raw_prompt: Any = None, **arguments: Any
 ) -> Score:
-    """Call a reward function; `data_source`, `extra_info` and `raw_prompt` only if it has such parameters."""
+    """Call a reward function. `data_source` and `extra_info` are passed if it has such parameters or `**kwargs`,
+    `raw_prompt` only if it has this parameter."""
     named, takes_any = _parameters(function)
     if "raw_prompt" in named:
         arguments["raw_prompt"] = raw_prompt

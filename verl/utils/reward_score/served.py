@@ -22,7 +22,7 @@ async def compute_score(solution_str: str, ground_truth: Any, raw_prompt: Any, r
 def required_prompt(raw_prompt: Any) -> list[dict[str, Any]]:
     """Return the messages of the prompt as dicts. ValueError: the row has none."""
     if raw_prompt is None:
-        raise ValueError("the row has no raw_prompt: let data.custom_cls keep the messages of its prompts there.")
+        raise ValueError("the row has no raw_prompt (the prompt's messages). Return it in data.custom_cls.")
     return [dict(message) for message in raw_prompt]
 
 
@@ -35,7 +35,7 @@ async def post(address: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def base_url(address: str) -> str:
-    """The URL of a host:port; a URL is returned unchanged."""
+    """The URL of a host:port or of a URL, without trailing slash."""
     return (address if "://" in address else f"http://{address}").rstrip("/")
 
 

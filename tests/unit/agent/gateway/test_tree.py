@@ -47,7 +47,7 @@ def test_messages_that_extend_a_node_take_its_ids_over_and_only_the_rest_is_toke
     request = session.ask(USER, first.reply, NEXT)
     assert request.parent is first
     assert session.tokenised == [[USER], [NEXT]]
-    assert request.prompt_ids == first.request.context_ids + first.answer.token_ids + request.context_ids
+    assert request.prompt_ids == first.request.context_ids + first.output.token_ids + request.context_ids
     assert session.tree.counts == {"start": 1, "extension": 1}
     second = session.say(request)
     (path,) = session.tree.paths(keep_retries=False)
@@ -196,7 +196,7 @@ def test_rows_have_every_answer_with_its_log_probs_and_train_it_once():
     shared, second, third = build_outputs(session.tree, keep_retries=False)
     between = one.request.context_ids
     assert shared.prompt_ids == second.prompt_ids == first.request.context_ids
-    assert shared.response_ids == [*first.answer.token_ids, *between, *one.answer.token_ids]
+    assert shared.response_ids == [*first.output.token_ids, *between, *one.output.token_ids]
     assert shared.response_mask == [1, 1, *[0] * len(between), 1]
     assert shared.response_logprobs == [-0.5, -0.5, *[0.0] * len(between), -0.5]
     assert shared.response_versions == [3, 3, *[-1] * len(between), 3]
@@ -218,12 +218,12 @@ def test_whatever_is_asked_every_answer_is_trained_once_or_was_asked_for_again(r
         for path in session.tree.paths(False)
         for node, counts in zip(path.nodes, path.trained, strict=True)
         if counts
-        for token in node.answer.token_ids
+        for token in node.output.token_ids
     ]
     assert len(trained) == len(set(trained))
-    left_out = {t for node in session.tree.nodes for t in node.answer.token_ids} - set(trained)
+    left_out = {t for node in session.tree.nodes for t in node.output.token_ids} - set(trained)
     for number, node in enumerate(session.tree.nodes):
-        discarded = bool(left_out & set(node.answer.token_ids))
+        discarded = bool(left_out & set(node.output.token_ids))
         others = [
             later
             for later in session.tree.nodes[number + 1 :]
@@ -235,4 +235,4 @@ def test_whatever_is_asked_every_answer_is_trained_once_or_was_asked_for_again(r
         ids = path.nodes[-1].request.prompt_ids
         for node in path.nodes[:-1]:
             start = len(node.request.prompt_ids)
-            assert ids[start : start + len(node.answer.token_ids)] == node.answer.token_ids
+            assert ids[start : start + len(node.output.token_ids)] == node.output.token_ids

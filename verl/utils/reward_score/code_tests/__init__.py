@@ -1,8 +1,8 @@
-"""Tests of a programming task, read from the ground truth of a row; which outcomes pass.
+"""Read the tests of a programming task from the ground truth of a row, and decide whether their outcomes pass.
 
-The other modules of this package execute them: `driver` in the sandbox runs a `judge` process, which executes a test,
-and a `candidate` process, which executes the solution; they exchange `values` over a `channel`. `analysis` decides
-from a test's source whether it can be executed apart from the solution.
+The other modules of this package execute tests in the sandbox. `driver` starts a `judge` process, which executes the
+statements of a test, and a `candidate` process, which executes the solution; they exchange `values` over a `channel`.
+`analysis` decides from a test's source whether it can be executed apart from the solution.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Test(Protocol):
 
 @dataclass(frozen=True)
 class StdinTest:
-    """A whole program: its output for an input."""
+    """Runs the solution as a program with an input and compares its output."""
 
     stdin: str
     expected: str
@@ -59,7 +59,7 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """A function: its result for arguments."""
+    """Calls a function of the solution with arguments and compares its result."""
 
     name: str
     arguments: list[Any]
@@ -76,16 +76,16 @@ class CallTest:
             value = json.loads(outcome["report"])
         except ValueError:
             return False
-        # Datasets write the value itself, or a list with it alone.
-        boxed = isinstance(self.expected, list) and len(self.expected) == 1
-        return same_value(value, self.expected) or (boxed and same_value(value, self.expected[0]))
+        # Datasets contain the value itself, or a list with this value only.
+        wrapped = isinstance(self.expected, list) and len(self.expected) == 1
+        return same_value(value, self.expected) or (wrapped and same_value(value, self.expected[0]))
 
 
 @dataclass(frozen=True)
 class AssertTest:
-    """Statements that must not raise. `token` proves that they were executed to their end.
+    """Statements that must not raise. Reporting `token` proves that they were executed to their end.
 
-    A judge process executes them, away from the solution, where `plan` allows that.
+    If `plan` allows it, a judge process executes them, otherwise the solution's process.
     """
 
     source: str
@@ -117,27 +117,29 @@ def _output_limit(expected: int) -> int:
 def read_tests(ground_truth: Any) -> list[Test]:
     """The tests of a ground truth; ValueError, with the reason, if there are none.
 
-    `{"inputs": […], "outputs": […]}`, with `fn_name` of a function (APPS, TACO, CodeContests); a list of `{"input": …,
-    "output": …}` (LiveCodeBench); assertions as a list, or under `asserts` or `test_list` (MBPP); `{"test": "def
-    check(candidate): …", "entry_point": …}` (HumanEval). As JSON text or as objects.
+    Formats, as JSON text or as objects: `{"inputs": […], "outputs": […]}`, with `fn_name` for tests of a function
+    (APPS, TACO, CodeContests); a list of `{"input": …, "output": …}` (LiveCodeBench); assertions as a list, or under
+    `asserts` or `test_list` (MBPP); `{"test": "def check(candidate): …", "entry_point": …}` (HumanEval).
     """
     truth = _parse_json(ground_truth)
     if isinstance(truth, list) and truth and all(isinstance(item, str) for item in truth):
         return _asserts(truth)
     if isinstance(truth, list) and truth and all(isinstance(item, Mapping) for item in truth):
-        return [test for item in truth for test in _in_out([item.get("input")], [item.get("output")], _name(item))]
+        return [
+            test for item in truth for test in _in_out([item.get("input")], [item.get("output")], _function_name(item))
+        ]
     if not isinstance(truth, Mapping):
         raise ValueError(f"ground_truth: expected tests as JSON, found {str(ground_truth)[:80]!r}.")
     if "inputs" in truth and "outputs" in truth:
-        return _in_out(truth["inputs"], truth["outputs"], _name(truth))
+        return _in_out(truth["inputs"], truth["outputs"], _function_name(truth))
     if "test" in truth and "entry_point" in truth:
         return [_humaneval(truth)]
     for name in _ASSERT_FIELDS:
         if truth.get(name):
             return _asserts(truth[name], _setup(truth))
     raise ValueError(
-        f"ground_truth: no tests in it (found: {', '.join(map(str, truth))}). It needs inputs and outputs, test_list, "
-        "or test and entry_point."
+        f"ground_truth: it contains no tests (found: {', '.join(map(str, truth))}). It needs inputs and outputs, "
+        "test_list, or test and entry_point."
     )
 
 
@@ -147,10 +149,10 @@ def _parse_json(ground_truth: Any) -> Any:
     try:
         return json.loads(ground_truth)
     except ValueError as error:
-        raise ValueError(f"ground_truth: tests are written as JSON, which this is not ({error}).") from error
+        raise ValueError(f"ground_truth: the text is not JSON ({error}). Write the tests as JSON.") from error
 
 
-def _name(truth: Mapping[str, Any]) -> str | None:
+def _function_name(truth: Mapping[str, Any]) -> str | None:
     return truth.get("fn_name") or None
 
 
@@ -184,7 +186,7 @@ def _in_out(inputs: Any, outputs: Any, name: str | None) -> list[Test]:
 
 
 def _lines(text: Any) -> str:
-    """A text; some datasets have a list of lines."""
+    """Convert a list of lines, as in some datasets, to a text."""
     return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 

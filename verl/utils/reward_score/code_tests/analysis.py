@@ -90,8 +90,8 @@ class ExecutionPlan:
     """Why a judge cannot execute the test; None: it can."""
     names: list[str] = field(default_factory=list)
     """Names that the solution has to provide."""
-    class_instances: list[str] = field(default_factory=list)
-    """Those of `names` that are classes, or whose results the test uses as objects of a class."""
+    returns_instances: list[str] = field(default_factory=list)
+    """The `names` of classes, and of functions whose results the test uses as objects of a class."""
     modules: dict[str, str] = field(default_factory=dict)
     """Modules, and types as `module:name`, that the test uses without importing them."""
     definitions: str = ""
@@ -99,7 +99,7 @@ class ExecutionPlan:
     refuse_empty: bool = False
     """Whether an empty array would equal every expected value."""
     prompt: str = ""
-    """Functions that the task itself provides, which a solution cannot replace."""
+    """Imports, functions and classes of the task's prompt; a solution cannot replace the functions."""
 
 
 def plan_execution(source: str, setup: str = "", entry_point: str | None = None, prompt: str = "") -> ExecutionPlan:
@@ -114,7 +114,7 @@ def plan_execution(source: str, setup: str = "", entry_point: str | None = None,
     return ExecutionPlan(
         reason=_interpreter_use(tree) or usage.problem() or (_empty_array(tree) if broadcasts else None),
         names=sorted(usage.provided),
-        class_instances=sorted(usage.classes | usage.class_instances),
+        returns_instances=sorted(usage.classes | usage.returns_instances),
         modules=usage.modules,
         definitions=_text(_definitions(setup)),
         refuse_empty=broadcasts,
@@ -229,7 +229,7 @@ class _NameUsage:
             for target, value in _assignments(tree)
             if isinstance(target, ast.Name) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
         }
-        self.class_instances = self._class_instances()
+        self.returns_instances = self._functions_returning_instances()
 
     def problem(self) -> str | None:
         """Return why the values of this test cannot be compared as plain data, or None."""
@@ -275,8 +275,8 @@ class _NameUsage:
         return sum(self._solution_name(operand) is not None for operand in _operands(node)) > 1
 
     def _compared_by_solution(self, node: ast.AST) -> bool:
-        """Return whether a function of the solution decides about another's result: `is_equal(f(2), 4)`, but not
-        `decode(encode(x)) == x`."""
+        """Return whether a function of the solution can decide the comparison of another function's result:
+        `is_equal(f(2), 4)`, but not `decode(encode(x)) == x`."""
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or node.func.id in self.classes:
             return False
         provider = self._solution_name(node)
@@ -297,7 +297,8 @@ class _NameUsage:
     def _ambiguous_method(self, node: ast.AST) -> bool:
         """Return whether a method of plain data is called on a value that may be an object.
 
-        That is a result with other methods, or a value that an object of a class returns.
+        Such values are results on which the test also uses methods that plain data does not have, and attributes and
+        results of methods of objects.
         """
         if not isinstance(node, ast.Attribute) or node.attr not in _PLAIN_ATTRIBUTES or node.attr.startswith("__"):
             return False
@@ -305,7 +306,7 @@ class _NameUsage:
         if owner is not None:
             call = self._parents[node]
             statement = isinstance(call, ast.Call) and isinstance(self._parents[call], ast.Expr)
-            return owner in self.class_instances and owner not in self.classes and not statement
+            return owner in self.returns_instances and owner not in self.classes and not statement
         value = node.value
         derived = isinstance(value, ast.Attribute | ast.Call) and not self._is_instance(value)
         return derived and self._is_from_instance(value)
@@ -381,7 +382,7 @@ class _NameUsage:
             node = node.func if isinstance(node, ast.Call) else node.value
         return self._is_instance(node)
 
-    def _class_instances(self) -> set[str]:
+    def _functions_returning_instances(self) -> set[str]:
         """Return the functions (also classes with lower-case names) on whose results the test uses methods that plain
         data does not have."""
         functions = set()

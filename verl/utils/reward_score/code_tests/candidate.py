@@ -1,7 +1,7 @@
 """The candidate process: executes a solution and calls its functions for a judge in another process.
 
-Nothing here is trusted by the judge. The solution shares this interpreter and may change all of it; what it cannot
-reach is the test, which stays in the judge. Standard library only: this file also runs inside the sandbox.
+The judge trusts nothing in this process: the solution shares its interpreter and may change all of it. The solution
+cannot reach the test, which stays in the judge. Standard library only: this file also runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class JudgeObject:
 
 
 class JudgeFunction(JudgeObject):
-    """A function of the judge; a call runs there."""
+    """A function of the judge; calls are executed in the judge process."""
 
     def __init__(self, number: int, name: str, doc: str | None, candidate: _Candidate) -> None:
         super().__init__(number)
@@ -128,7 +128,7 @@ class _Candidate:
         return bool(target)
 
     def _on_next(self, iterator: Any, count: int) -> list[Any]:
-        """Up to `count` items; an error ends the batch and is raised by the next one."""
+        """Up to `count` items; an error ends the batch and is raised by the next request."""
         items: list[Any] = []
         end = time.monotonic() + _BATCH_SECONDS
         try:
@@ -224,7 +224,7 @@ class _Candidate:
         attributes = {key: value for key, value in vars(error).items() if not key.startswith("__")}
         try:
             return ["exception", name, encoder.encode(error.args), encoder.encode(attributes), str(error)[:10000]]
-        except Exception:  # noqa: BLE001 - a solution's exception may hold anything, also what cannot be written
+        except Exception:  # noqa: BLE001 - a solution's exception may contain values that cannot be encoded
             return ["exception", name, ["tuple"], ["dict"], ""]
 
     def _import(self, decoder: Decoder, node: list[Any]) -> Any:
@@ -251,7 +251,10 @@ class _Candidate:
 
 
 def defines(solution: CodeType, names: dict[str, Any], before: dict[str, Any], name: str) -> bool:
-    """Whether a solution binds a name. `before`: the names that it was given; it may bind one to the same value."""
+    """Whether a solution binds a name.
+
+    `before`: the names that existed before the solution ran; the solution may bind one of them to the same value.
+    """
     if name not in names:
         return False
     return name not in before or names[name] is not before[name] or _stores(solution, name)
@@ -281,7 +284,7 @@ class _Object:
 
 
 class _Base:
-    """A class that is sent by its name where it belongs to the standard library."""
+    """A class, sent by its name if it belongs to the standard library, otherwise as a reference."""
 
     def __init__(self, value: type) -> None:
         self.value = value

@@ -1,8 +1,7 @@
-"""Messages between a judge and a candidate process: JSON arrays behind their length, requests that may nest.
+"""Messages between a judge and a candidate process: JSON arrays, each preceded by its length.
 
-Both sides use the same discipline. A side that waits for a reply serves the requests that arrive meanwhile (a candidate
-calls a function that the test passed to it), so there is one conversation and no thread. Standard library only: this
-file also runs inside the sandbox.
+While a side waits for a reply, it serves requests of the other side (a candidate calls a function that the test passed
+to it), so requests may nest and no thread is needed. Standard library only: this file also runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ProtocolError(Exception):
 
 
 def _refuse(*_: object) -> NoReturn:
-    raise ProtocolError("not part of the protocol")
+    raise ProtocolError("JSON objects, NaN and Infinity are not part of the protocol")
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_refuse, parse_constant=_refuse)
@@ -53,7 +52,7 @@ class Channel:
         while True:
             message = self.receive()
             if message[0] == "request":
-                self._answer(message)
+                self._handle(message)
             elif len(message) == 3 and message[0] == "reply" and message[1] == number and type(message[2]) is list:
                 return message[2]
             else:
@@ -63,8 +62,8 @@ class Channel:
         while True:
             message = self.receive()
             if message[0] != "request":
-                raise ProtocolError("a request expected")
-            self._answer(message)
+                raise ProtocolError("not a request")
+            self._handle(message)
 
     def send(self, message: list[Any]) -> None:
         try:
@@ -81,18 +80,18 @@ class Channel:
                 raise ChannelClosed(str(error)) from None
 
     def receive(self) -> list[Any]:
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        (length,) = _LENGTH.unpack(self._read_exactly(_LENGTH.size))
         if length > MAX_MESSAGE:
             raise ProtocolError("message too large")
         try:
-            message = _decoder.decode(self._exactly(length).decode())
+            message = _decoder.decode(self._read_exactly(length).decode())
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"not JSON: {type(error).__name__}") from None
         if type(message) is not list or not message or type(message[0]) is not str:
             raise ProtocolError("not a message")
         return message
 
-    def _answer(self, message: list[Any]) -> None:
+    def _handle(self, message: list[Any]) -> None:
         if len(message) != 4 or type(message[1]) is not int or type(message[2]) is not str:
             raise ProtocolError("not a request")
         if type(message[3]) is not list or self._nested >= MAX_NESTED:
@@ -103,7 +102,7 @@ class Channel:
         finally:
             self._nested -= 1
 
-    def _exactly(self, count: int) -> bytes:
+    def _read_exactly(self, count: int) -> bytes:
         received = self._received
         if len(received) < count:
             parts, missing = [received], count - len(received)

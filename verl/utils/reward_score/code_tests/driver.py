@@ -1,11 +1,13 @@
 """Runs inside the sandbox: executes a solution on tests, each in a process of its own, and reports the outcomes.
 
-Expected outputs are not known here. Statements to execute (assertions) are: a judge process reads and executes them,
-while the solution runs in a candidate process, one per test, that shares only a channel for plain data with the judge.
-This process forks both. It reads no statements before the last candidate is forked, so no candidate inherits any.
+The driver receives no expected outputs, only the statements of assertion tests. A judge process reads and executes
+these statements, while the solution runs in a candidate process, one per test, that shares only a channel for plain
+data with the judge. This process forks both. It reads no statements of judged tests before the last candidate is
+forked, so no candidate inherits any.
 
-stdin: blocks of JSON, each behind its length in ten digits: first the solution and how it is run, then one block per
-test. stdout: a line of JSON per test. `reward_score/code.py` combines this file with the modules that it imports.
+stdin: blocks of JSON, each preceded by its length in ten digits: first the solution and how it is run, then the blocks
+of each test (`Test.blocks`). stdout: a line of JSON per test. `reward_score/code.py` combines this file with the
+modules that it imports.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     protect()
     gc.freeze()
-    judged = JudgedTests(solution)
+    judged_tests = JudgedTests(solution)
     end = time.monotonic() + job["budget"]
     for number, kind in enumerate(job["kinds"], 1):
         seconds = min(job["timeout"], end - time.monotonic())
@@ -67,7 +69,7 @@ def main() -> None:
             continue
         with fresh_folder():
             if kind == "judged":
-                outcome = judged.run(seconds, last=number == len(job["kinds"]))
+                outcome = judged_tests.run(seconds, last=number == len(job["kinds"]))
             else:
                 outcome = run_alone(solution, read_block(), seconds)
         write_line(outcome)
@@ -77,7 +79,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def fresh_folder() -> Iterator[None]:
-    """A working directory of one test: the next one finds no files of it."""
+    """Run a test in a new working directory and delete it, so that the next test finds no files of this one."""
     before = os.getcwd()
     folder = tempfile.mkdtemp(dir=before)
     os.chdir(folder)
@@ -110,7 +112,7 @@ def write_line(outcome: Outcome, target: int = 1) -> None:
 
 
 def fork(action: Callable[[], None]) -> int:
-    """Fork a process that runs `action` and ends without exit functions; return its pid."""
+    """Fork a process that runs `action` and ends without exit handlers; return its pid."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -128,16 +130,17 @@ def fork(action: Callable[[], None]) -> int:
 
 
 class JudgedTests:
-    """Runs tests that have a judge: a candidate process per test, and one judge process for all of them.
+    """Runs tests of the kind "judged": a candidate process per test, and one judge process for all of them.
 
-    A judge that does not finish a test is replaced. If there is only one test, this process is its judge.
+    A judge that does not finish a test is replaced. If no judge is running before the last test, this process executes
+    that test itself.
     """
 
     def __init__(self, solution: CodeType) -> None:
         self._solution = solution
         self._path = installed_path()
         self._judge: int | None = None
-        self._control: socket.socket  # to the judge: a test to execute; from it: the verdict
+        self._control: socket.socket  # sends tests to the judge, receives verdicts
 
     def run(self, seconds: float, last: bool) -> Outcome:
         """Run the next test in the working directory. `last`: no other test follows."""
@@ -145,13 +148,13 @@ class JudgedTests:
         if self._judge is None and not last:
             self._start_judge()
         ours, theirs = socket.socketpair()
-        judges = [os.getpid()] if self._judge is None else [os.getpid(), self._judge]
-        candidate = fork(lambda: run_candidate(theirs.fileno(), judges, self._solution, seconds))
+        judge_pids = [os.getpid()] if self._judge is None else [os.getpid(), self._judge]
+        candidate = fork(lambda: run_candidate(theirs.fileno(), judge_pids, self._solution, seconds))
         theirs.close()
         with ours:
             if self._judge is None:
-                return judge_in_this_process(ours.fileno(), candidate, self._path, self._solution, deadline)
-            with contextlib.suppress(OSError):  # a judge that was killed: no verdict
+                return execute_in_this_process(ours.fileno(), candidate, self._path, self._solution, deadline)
+            with contextlib.suppress(OSError):  # the judge was killed: `read_verdict` finds no verdict
                 request = json.dumps([os.getcwd(), deadline]).encode()
                 socket.send_fds(self._control, [request], [ours.fileno()])
         verdict = read_verdict(self._control.fileno(), deadline)
@@ -192,7 +195,7 @@ def installed_path() -> list[str]:
 
 
 def run_judge(control: socket.socket, path: list[str], solution: CodeType) -> None:
-    """Execute a test for every channel that arrives; its statements are the next block of stdin."""
+    """Execute a test for every channel received over `control`; its statements are the next block of stdin."""
     blocks = os.dup(0)
     keep_descriptors([control.fileno(), blocks])
     sys.path[:] = path
@@ -206,14 +209,14 @@ def run_judge(control: socket.socket, path: list[str], solution: CodeType) -> No
             return
         folder, deadline = json.loads(request)
         os.chdir(folder)
-        report(judge(channels[0], read_block(blocks), solution, deadline, report))
+        report(execute_judged_test(channels[0], read_block(blocks), solution, deadline, report))
         os.close(channels[0])
 
 
-def judge_in_this_process(
+def execute_in_this_process(
     channel: int, candidate: int, path: list[str], solution: CodeType, deadline: float
 ) -> Outcome:
-    """Execute the only test in this process."""
+    """Execute the last test in this process, without a judge process."""
     block = read_block()
     results = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -232,14 +235,14 @@ def judge_in_this_process(
 
     signal.signal(signal.SIGALRM, on_deadline)
     signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-6))
-    outcome = judge(channel, block, solution, deadline, report)
+    outcome = execute_judged_test(channel, block, solution, deadline, report)
     signal.setitimer(signal.ITIMER_REAL, 0)
     kill_all([candidate])
     os.dup2(results, 1)
     return outcome if time.monotonic() <= deadline else {"status": "timeout"}
 
 
-def judge(
+def execute_judged_test(
     channel: int, test: dict[str, Any], solution: CodeType, deadline: float, report: Callable[[Outcome], None]
 ) -> Outcome:
     """Execute one test. A candidate that breaks the protocol ends this process after `report`."""
@@ -268,15 +271,15 @@ def judge(
     return {**outcome, "protected": protected}
 
 
-def run_candidate(channel: int, judges: list[int], solution: CodeType, seconds: float) -> None:
+def run_candidate(channel: int, judge_pids: list[int], solution: CodeType, seconds: float) -> None:
     keep_descriptors([channel])
     confine(seconds)
     names = fresh_names("solution")
-    serve_candidate(channel, not can_read(judges), solution, names)
+    serve_candidate(channel, not can_read(judge_pids), solution, names)
 
 
 def fresh_names(name: str) -> dict[str, Any]:
-    """The names of a module that classes of the solution find under `sys.modules`, as dataclasses have to."""
+    """Create a module in `sys.modules`, where dataclasses look up the module of their class; return its names."""
     module = sys.modules[name] = ModuleType(name)
     module.__dict__.update(_prelude)
     return module.__dict__
@@ -319,7 +322,10 @@ def run_alone(
 
 
 def send_statements(loaded: socket.socket, seconds: float, statements: dict[str, Any] | None) -> None:
-    """Send the statements and their token once the solution is loaded; the block has to be read in any case."""
+    """Send the statements and their token once the solution is loaded.
+
+    None: they are the next block of stdin, which is read even if the solution is not loaded in time.
+    """
     ready = select.select([loaded], [], [], seconds)[0] and loaded.recv(1)
     block = json.dumps(statements or read_block()).encode()
     if ready:
@@ -330,7 +336,7 @@ def send_statements(loaded: socket.socket, seconds: float, statements: dict[str,
 def wait(pid: int, deadline: float) -> str:
     pause = 0.0005
     while time.monotonic() <= deadline:
-        # The process stays a zombie, so that its number cannot belong to another one when it is killed.
+        # WNOWAIT: the process stays a zombie, so that its pid cannot belong to another process when it is killed.
         done = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if done is not None:
             return "done" if done.si_code == os.CLD_EXITED and done.si_status == 0 else "error"
@@ -345,7 +351,7 @@ def read_text(file: Any, max_bytes: int) -> str:
 
 
 def child(solution: CodeType, test: dict[str, Any], parent: socket.socket, report: Any, _: object) -> NoReturn:
-    """Execute one test and end this process: a program with threads and exit functions, a function call at once."""
+    """Execute one test and end this process: after a program normally (threads, exit handlers), otherwise at once."""
     is_program = test["kind"] == "stdin"
     names = fresh_names("__main__" if is_program else "solution")
     before = dict(names)
@@ -383,7 +389,7 @@ def find_function(names: dict[str, Any], name: str) -> Any:
 
 
 def to_json_value(value: Any) -> Any:
-    """Types that JSON does not have: sets and other sequences become lists, other numbers floats."""
+    """Convert types that JSON does not have: sets and other iterables to lists, other numbers to floats."""
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     if hasattr(value, "tolist"):

@@ -1,8 +1,8 @@
-"""Keep a candidate process away from the processes that judge it: their memory, descriptors and later tests.
+"""Isolate a candidate process from the driver and the judge: their memory, descriptors and later tests.
 
-All of them run as the same user. Either of two kernel features separates them: the judging processes are not dumpable,
-and the candidate is in a Landlock domain, from which it can neither trace nor (from ABI 6 on) signal processes outside.
-`can_read` verifies the result. Standard library only: this file also runs inside the sandbox.
+All processes run as the same user. Either of two kernel features separates them: the driver and the judge are not
+dumpable, and the candidate is in a Landlock domain, from which it can neither trace nor (from ABI 6 on) signal
+processes outside. `can_read` verifies the result. Standard library only: this file also runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 36, 38
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
 _LANDLOCK_VERSION = 1
-# A Landlock domain must take away at least one right: this one, which no candidate has anyway.
+# A Landlock domain must remove at least one right: this one, which candidates do not have anyway.
 _MAKE_BLOCK_DEVICE = 1 << 11
 _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 _KILL_TIMEOUT_S = 5.0
@@ -75,7 +75,7 @@ def confine(seconds: float) -> None:
 
 
 def can_read(pids: Iterable[int]) -> bool:
-    """Return whether this process can read the memory of one of these, which must be its relatives by fork."""
+    """Return whether this process can read the memory of one of `pids`, its parent or another fork of its parent."""
     return any(_opens_memory(pid) or _copies_memory(pid) for pid in pids)
 
 
@@ -93,7 +93,7 @@ def _copies_memory(pid: int) -> bool:
         return False
     import ctypes
 
-    source = ctypes.c_char_p(_PROBE)  # has the same address in all relatives by fork
+    source = ctypes.c_char_p(_PROBE)  # has the same address in the parent and in its other forks
     target = ctypes.create_string_buffer(len(_PROBE))
     address = ctypes.cast(source, ctypes.c_void_p).value or 0
     local = struct.pack("=QQ", ctypes.addressof(target), len(_PROBE))
@@ -102,7 +102,7 @@ def _copies_memory(pid: int) -> bool:
 
 
 def keep_descriptors(kept: Iterable[int]) -> None:
-    """Close every descriptor but these; 0, 1 and 2 become the null device where they are not kept."""
+    """Close all descriptors except `kept`; 0, 1 and 2 become the null device if they are not kept."""
     kept = sorted(set(kept))
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -117,7 +117,7 @@ def keep_descriptors(kept: Iterable[int]) -> None:
 
 
 def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
-    """Kill these children, the processes they started, and all other children except `spared`; wait for them.
+    """Kill the children `pids`, the processes they started, and all other children except `spared`; wait for them.
 
     Processes that survive their parent become children of this process (`protect`): they are killed in the next round.
     """
@@ -134,7 +134,7 @@ def kill_all(pids: Iterable[int], spared: Iterable[int] = ()) -> None:
 
 
 def _kill_and_reap(pid: int) -> bool:
-    """Kill a child and wait for it; return False if it runs on because the sandbox does not permit to kill it."""
+    """Kill a child and wait for it; return False if the sandbox does not permit killing it."""
     with contextlib.suppress(ProcessLookupError, ChildProcessError):
         try:
             os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
 """The judge process: executes the statements of a test; names of the candidate are proxies to the candidate's process.
 
-A proxy never lets the candidate compare: results are plain data, rebuilt here, or proxies that equal only themselves.
-So a test passes for a value that the candidate has to know. Whatever breaks the protocol ends the test at once, without
-an exception that the test could catch. Standard library only: this file also runs inside the sandbox.
+The candidate never decides a comparison: results are plain data, rebuilt here, or proxies that equal only themselves.
+So a comparison succeeds only if the candidate returns the expected value. A violation of the protocol ends the test at
+once, without an exception that the test could catch. Standard library only: this file also runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _IDENTIFIER = re.compile(r"[^\W\d]\w{0,63}")
 _MISSING: Any = object()
 _SINGLE_ITEMS, _MAX_BATCH = 16, 256
 _MAX_ARGUMENT_ITEMS = 100_000
-_BEFORE_RESULTS = ("names", "describe")
-# Exceptions of these modules control a test runner; the solution does not.
+# Operations that load the solution's names and classes; all other operations return results.
+_LOADING_OPERATIONS = ("names", "describe")
+# Exceptions of these modules control a test runner; a solution must not raise them.
 _RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "bdb")
 # Modules whose functions a candidate finds by name.
 _SHARED_FUNCTIONS = {"builtins": builtins, "math": math, "operator": operator}
@@ -36,8 +37,8 @@ _SHARED_FUNCTIONS = {"builtins": builtins, "math": math, "operator": operator}
 class JudgeSession:
     """The judge's end of the channel. `abort(reason)` ends the process with a failed test.
 
-    `not_plain()` ends it, too: the first call of the test passes a value that cannot be sent to another process. It is
-    not used once the candidate has sent a value: then the candidate could cause it.
+    `not_plain()` also ends the process. It is called if the test passes a value that cannot be sent to another process
+    before the candidate has sent any value; afterwards the candidate could cause such a call.
     """
 
     def __init__(self, descriptor: int, abort: Callable[[str], NoReturn], not_plain: Callable[[], NoReturn]) -> None:
@@ -59,21 +60,21 @@ class JudgeSession:
         except (ChannelClosed, ProtocolError) as error:
             self._abort(str(error))
         if len(message) != 2 or message[0] != "hello" or type(message[1]) is not bool:
-            self._abort("no hello")
+            self._abort("the first message is not a hello")
         return message[1]
 
     def load_solution(
-        self, names: list[str], class_instances: list[str], definitions: str, refuse_empty: bool
+        self, names: list[str], returns_instances: list[str], definitions: str, refuse_empty: bool
     ) -> dict[str, Any]:
         """Proxies, or values, of the names that the solution defines; it was executed when this returns.
 
-        `class_instances`: names whose results are objects with methods. No reply of the candidate decides that.
+        `returns_instances`: names whose results are objects with methods. No reply of the candidate decides that.
         """
         values = self.request("names", names, definitions)
         if type(values) is not list or len(values) != len(names):
-            self._abort("not the names")
+            self._abort("the reply does not contain one value per name")
         loaded = {name: value for name, value in zip(names, values, strict=True) if value is not _MISSING}
-        for name in class_instances:
+        for name in returns_instances:
             value = loaded.get(name)
             if isinstance(value, ProxyClass):
                 type.__setattr__(value, "_proxy_returns_instances", True)
@@ -97,7 +98,7 @@ class JudgeSession:
             self._not_plain()
         try:
             reply = self._channel.request(operation, *encoded)
-            self._received |= operation not in _BEFORE_RESULTS
+            self._received |= operation not in _LOADING_OPERATIONS
             decoder = Decoder(self._import, encoder.containers)
             outcome, node, updates, output = reply
             value = decoder.decode(node)
@@ -122,7 +123,7 @@ class JudgeSession:
         return self.request("call", target, list(args), kwargs, returns_instances, instance=returns_instances)
 
     def _raise(self, error: Any, may_stop: bool) -> NoReturn:
-        """Raise what the candidate raised, unless it would end the test or a loop of it."""
+        """Raise the exception of the candidate, unless it would end the test or one of its loops."""
         if not isinstance(error, Exception):
             self._abort(f"raised {type(error).__name__}")
         if any(kind.__module__.split(".")[0] in _RUNNERS for kind in type(error).__mro__):
@@ -140,7 +141,7 @@ class JudgeSession:
             size = 1 if received < _SINGLE_ITEMS or sent is not None else min(2 * size, _MAX_BATCH)
             items = self.request("next", iterator, size) if sent is None else self.request("send", iterator, *sent)
             if type(items) is not list or len(items) > size:
-                self._abort("not a batch")
+                self._abort("the reply is not a list of at most the requested items")
             if not items:
                 return
             received, sent = received + len(items), None
@@ -253,7 +254,7 @@ class JudgeSession:
             name, module, bases, special = self.request("describe", Encoded(["class", number]))
             if type(name) is not str or not _IDENTIFIER.fullmatch(name) or type(module) is not str:
                 raise ProtocolError("not a class")
-            content: dict[str, Any] = {"_proxy_number": number, "_proxy_judge": self, "__module__": module}
+            content: dict[str, Any] = {"_proxy_number": number, "_proxy_session": self, "__module__": module}
             content["_proxy_returns_instances"] = False
             errors = tuple(base for base in bases if isinstance(base, type) and issubclass(base, BaseException))
             if errors:
@@ -286,17 +287,17 @@ class JudgeSession:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether an array of no items is, or is made of, a value."""
+    """Whether a value is an empty array or container, or contains one."""
     if isinstance(value, list | tuple) and value:
         return any(map(_is_empty, value))
     size = getattr(value, "size", None) if type(value).__module__ == "numpy" else None
-    return size == 0 or (
-        hasattr(type(value), "__len__") and not isinstance(value, str | bytes | Proxy) and not len(value)
-    )
+    if size is not None:  # `len` of an array without dimensions raises
+        return bool(size == 0)
+    return hasattr(type(value), "__len__") and not isinstance(value, str | bytes | Proxy) and not len(value)
 
 
 def _standard_exception(module: Any, name: Any, fallback: Any) -> Any:
-    """An exception class of a loaded module; of others its builtin base. None: not an exception."""
+    """An exception class of a loaded standard module, else the builtin class `fallback`; None: not an exception."""
     if not all(type(word) is str for word in (module, name, fallback)):
         raise ProtocolError("not a class")
     standard = module.split(".")[0] in STANDARD_MODULES
@@ -306,7 +307,7 @@ def _standard_exception(module: Any, name: Any, fallback: Any) -> Any:
     return None
 
 
-def execute_test(judge: JudgeSession, test: Mapping[str, Any], prelude: Mapping[str, Any]) -> None:
+def execute_test(session: JudgeSession, test: Mapping[str, Any], prelude: Mapping[str, Any]) -> None:
     """Execute the statements of a test among the names of `prelude`; it has passed if this returns."""
     names: dict[str, Any] = {**prelude, "__name__": "test"}
     if test["prompt"]:
@@ -316,7 +317,7 @@ def execute_test(judge: JudgeSession, test: Mapping[str, Any], prelude: Mapping[
         names[name] = importlib.import_module(module)
         if member:
             names[name] = getattr(names[name], member)
-    loaded = judge.load_solution(test["names"], test["class_instances"], test["definitions"], test["refuse_empty"])
+    loaded = session.load_solution(test["names"], test["returns_instances"], test["definitions"], test["refuse_empty"])
     for name in test["names"]:
         if name not in loaded and (name in names or hasattr(builtins, name)):
             raise NameError(f"the solution does not define {name}")

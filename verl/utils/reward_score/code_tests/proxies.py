@@ -52,22 +52,22 @@ class ProxyClass(type):
     """
 
     _proxy_number: int
-    _proxy_judge: Any  # a JudgeSession
+    _proxy_session: Any  # a JudgeSession
     _proxy_returns_instances: bool
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         returns_instances = cls.__dict__["_proxy_returns_instances"]
-        return cls._proxy_judge.call(cls, args, kwargs, returns_instances)
+        return cls._proxy_session.call(cls, args, kwargs, returns_instances)
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__") and name not in _VISIBLE:
             raise AttributeError(name)
         if name in _PLAIN_METHODS and not cls.__dict__["_proxy_returns_instances"]:
             raise AttributeError(name)
-        return cls._proxy_judge.request("get", cls, name)
+        return cls._proxy_session.request("get", cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        cls._proxy_judge.request("set", cls, name, value)
+        cls._proxy_session.request("set", cls, name, value)
 
     def __iter__(cls) -> Any:
         return cls._call_special("__iter__")
@@ -84,18 +84,19 @@ class ProxyClass(type):
     def _call_special(cls, method: str, *args: Any) -> Any:
         if not cls.__dict__["_proxy_returns_instances"]:
             raise TypeError(f"{cls.__name__} has no {method}")
-        return cls._proxy_judge.request("special", cls, method, list(args))
+        return cls._proxy_session.request("special", cls, method, list(args))
 
 
 class Proxy:
-    """An object of the candidate. It equals itself only.
+    """An object of the candidate. It equals only itself.
 
-    `_proxy_is_instance`: the test uses it as an object of a class, so it has methods and conversions. Others have
-    nothing that a plain value has: they can be called, iterated over and passed back, and have other attributes.
+    `_proxy_is_instance`: the test uses it as an object of a class, so it has methods and conversions. Other
+    proxies have no attribute that a plain value has: they can be called, iterated over and passed back, and have other
+    attributes.
     """
 
     _proxy_number: int
-    _proxy_judge: Any  # a JudgeSession
+    _proxy_session: Any  # a JudgeSession
     _proxy_returns_instances = False
     _proxy_is_instance = False
     _proxy_items: Any = None
@@ -109,18 +110,18 @@ class Proxy:
             return object.__getattribute__(self, name)
         if not self._proxy_is_instance and name in _PLAIN_METHODS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self._proxy_judge.request("get", self, name)
+        return self._proxy_session.request("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._proxy_judge.request("set", self, name, value)
+        self._proxy_session.request("set", self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        self._proxy_judge.request("delete", self, name)
+        self._proxy_session.request("delete", self, name)
 
     def __bool__(self) -> bool:
         # An object that the test does not use as an instance must not change its truth value between two uses.
         if self._proxy_truth is None or self._proxy_is_instance:
-            object.__setattr__(self, "_proxy_truth", self._proxy_judge.request("truth", self) is True)
+            object.__setattr__(self, "_proxy_truth", self._proxy_session.request("truth", self) is True)
         return bool(self._proxy_truth)
 
 
@@ -131,17 +132,17 @@ def forward_method(method: str) -> Callable[..., Any]:
         if method == "__call__":
             fields = object.__getattribute__(self, "__dict__")
             target = Encoded(["object", fields["_proxy_number"]])
-            return type(self)._proxy_judge.call(target, args, kwargs, fields.get("_proxy_returns_instances", False))
-        judge, instance = self._proxy_judge, self._proxy_is_instance
+            return type(self)._proxy_session.call(target, args, kwargs, fields.get("_proxy_returns_instances", False))
+        session, is_instance = self._proxy_session, self._proxy_is_instance
         if method == "__next__":
-            return judge.request("special", self, method, [], may_stop=True)
-        if not instance:
+            return session.request("special", self, method, [], may_stop=True)
+        if not is_instance:
             if method == "__iter__":
                 return _repeatable_items(self)
             if method in ("__str__", "__repr__"):
                 return object.__repr__(self)
             raise TypeError(f"{type(self).__name__!r} object has no {method}")
-        return judge.request("special", self, method, list(args))
+        return session.request("special", self, method, list(args))
 
     call.__name__ = method
     return call
@@ -151,9 +152,9 @@ def _repeatable_items(proxy: Proxy) -> Iterator[Any]:
     """Return an iterator over the items of an object. They are requested once, so that every iteration is equal."""
     items = proxy._proxy_items
     if items is None:
-        items = proxy._proxy_judge.request("special", proxy, "__iter__", [])
+        items = proxy._proxy_session.request("special", proxy, "__iter__", [])
         if items is proxy:
-            return proxy  # it is an iterator itself
+            return proxy  # the object is its own iterator
     iterator, unconsumed = itertools.tee(items)
     object.__setattr__(proxy, "_proxy_items", unconsumed)
     return iterator

@@ -1,10 +1,11 @@
-"""Values as plain data: what a judge and a candidate process exchange about arguments and results.
+"""Encode arguments and results as JSON, for a judge and a candidate process.
 
-A value becomes JSON arrays, the first item of each names its type. Only exact builtin and standard-library types are
-encoded; a subclass loses its overridden methods, because the decoder builds a genuine object of the base type. Lists,
-dicts and other mutable containers are numbered in order of appearance, so shared references and cycles survive and a
-callee can report which of its arguments it changed. Everything else goes through the hooks `export(encoder, value)` and
-`import_(decoder, node)` of the process. Standard library only: this file also runs inside the sandbox.
+A value becomes a JSON scalar, or an array whose first item names its type. Only exact builtin and standard-library
+types are encoded; a subclass loses its overridden methods, because the decoder builds a genuine object of the base
+type. Lists, dicts and other mutable containers are numbered in order of appearance, so shared references and cycles
+survive and a callee can report which of its arguments it changed. Everything else goes through the hooks
+`export(encoder, value)` and `import_(decoder, node)` of the process. Standard library only: this file also runs inside
+the sandbox.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Encoder:
 
 
 def _in_range(values: Any, kinds: set[type]) -> bool:
-    """Whether JSON has all of these numbers; values of mixed types are not checked here."""
+    """Whether JSON can represent all of these values; False, without a check, for numbers mixed with other types."""
     if int in kinds and float in kinds:
         return False
     if int in kinds and (len(kinds) > 1 or not -_MAX_INT < min(values) <= max(values) < _MAX_INT):
@@ -336,14 +337,14 @@ def _named_type(name: str, fields: tuple[str, ...]) -> Any:
 
 def _require_ints(values: list[Any]) -> list[int]:
     if not all(type(value) is int for value in values):
-        raise ValueRefused("whole numbers expected")
+        raise ValueRefused("not an integer")
     return values
 
 
 def _text(values: list[Any], max_length: int = 1 << 24) -> str:
     (text,) = values
     if type(text) is not str or len(text) > max_length:
-        raise ValueRefused("a text expected")
+        raise ValueRefused("not a text, or too long")
     return text
 
 
@@ -382,7 +383,7 @@ def _objects(decoder: Decoder, nodes: list[Any]) -> Any:
 
 
 def _rebuilt_match(nodes: list[Any]) -> Any:
-    """The match of that span, computed again."""
+    """Repeat the search that found the encoded match."""
     pattern, flags, text, pos, endpos, start, end = nodes
     compiled = re.compile(_text([pattern], 1 << 16), *_require_ints([flags]))
     for search in (compiled.match, compiled.fullmatch, compiled.search):
