@@ -80,9 +80,8 @@ def unpad_dataproto(data: _Proto, pad_size: int) -> _Proto:
 
 
 def mask_filler_rows(data: DataProto, num_fillers: int) -> DataProto:
-    """Return the batch with response and loss masks of 0 in its last `num_fillers` rows: they do not affect the loss.
-
-    The masks are copied: those of `data` do not change.
+    """Return the batch with response and loss masks of 0 in its last `num_fillers` rows, so that these rows do not
+    affect the loss. The masks of `data` do not change.
     """
     masks = [(key, value) for key, value in data.tensors() if key in _MASK_COLUMNS]
     if not num_fillers or not masks:

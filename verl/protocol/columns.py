@@ -120,7 +120,7 @@ def common_batch_size(tensors: Mapping[str, torch.Tensor], dims: int) -> tuple[i
 def as_tensordict(batch: TensorDict | Mapping[str, torch.Tensor] | None) -> TensorDict | None:
     """Convert a TensorDict, or a dict of tensors with a common first dimension, to `TensorColumns`.
 
-    Other kinds of TensorDict (lazily stacked, memory-mapped) are returned unchanged.
+    Other TensorDictBase classes (LazyStackedTensorDict, PersistentTensorDict) are returned unchanged.
     """
     if isinstance(batch, TensorDict) and not isinstance(batch, TensorColumns):
         return TensorColumns(dict(batch.items()), batch_size=batch.batch_size, device=batch.device)
@@ -166,7 +166,7 @@ def row_index(rows: Any, length: int) -> np.ndarray:
     index = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
     if index.dtype == bool:
         if index.shape != (length,):
-            raise IndexError(f"DataProto: a mask of shape {index.shape} for {length} rows.")
+            raise IndexError(f"DataProto: a mask of shape {index.shape} does not fit a batch of {length} rows.")
         return np.flatnonzero(index)
     if index.shape == (0,):
         return np.empty(0, dtype=np.int64)
@@ -177,7 +177,7 @@ def row_index(rows: Any, length: int) -> np.ndarray:
     index = index.astype(np.int64)
     outside = index[(index < -length) | (index >= length)]
     if outside.size:
-        raise IndexError(f"DataProto: row {outside[0]} of {length}.")
+        raise IndexError(f"DataProto: row {outside[0]} does not exist; the batch has {length} rows.")
     return np.where(index < 0, index + length, index)
 
 
@@ -285,7 +285,8 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
         only = tensor_dict2 if tensor_dict1 is None else tensor_dict1
         return None if only is None else only.copy()
     if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        raise ValueError(f"union: batch sizes {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}.")
+        sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
+        raise ValueError(f"union: the batch sizes {sizes} differ; they must be equal.")
     return _add_columns(tensor_dict1.copy(), tensor_dict2)
 
 

@@ -264,7 +264,7 @@ class DataProto:
         self.check_consistency()
         other.check_consistency()
         if self._has_columns() and other._has_columns() and len(self) != len(other):
-            raise ValueError(f"DataProto.union: {len(self)} rows and {len(other)} rows.")
+            raise ValueError(f"DataProto.union: {len(self)} rows cannot be joined with {len(other)} rows.")
         for key in [*self._tensor_keys(), *other._tensor_keys()]:
             if key in self.non_tensor_batch or key in other.non_tensor_batch:
                 raise ValueError(f"DataProto.union: {key!r} is a tensor in one and an object array in the other.")
@@ -304,7 +304,8 @@ class DataProto:
         return self._take(np.repeat(np.arange(len(self)), repeat_counts(times, len(self))))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Keys = None) -> DataProto:
-        """Split each row into `n_split`: columns in `split_keys` along their second dimension; others are repeated."""
+        """Split each row into `n_split` rows: columns in `split_keys` are split along their second dimension, others
+        repeated."""
         keys = self._known(split_keys, self._names(), "columns")
         for key in keys:
             shape = tuple(self[key].shape)
@@ -321,7 +322,7 @@ class DataProto:
     def split(self, split_size: int | None = None, n_parts: int | None = None) -> list[DataProto]:
         """Consecutive parts of `split_size` rows (the last may be shorter), as views; an empty batch is one part.
 
-        With `n_parts` instead: that number of parts, whose sizes differ by one row at most (`chunk`: by none).
+        With `n_parts` instead: exactly this number of parts, whose sizes differ by at most one row.
         """
         if (split_size is None) == (n_parts is None):
             raise ValueError("DataProto.split: pass either split_size (rows of a part) or n_parts (number of parts).")
@@ -335,7 +336,8 @@ class DataProto:
         return [self._take(slice(i, i + split_size)) for i in range(0, max(len(self), 1), split_size)]
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` consecutive parts of equal size, as views; with auto_padding set on the batch, nearly equal."""
+        """`chunks` consecutive parts of equal size, as views. If the batch was created with auto_padding, sizes may
+        differ by one row."""
         if chunks < 1:
             raise ValueError(f"DataProto.chunk: chunks is {chunks}; it must be at least 1.")
         if len(self) % chunks and not self.meta_info.get(_AUTO_PADDING):
@@ -361,7 +363,7 @@ class DataProto:
 
     @keyword_aliases(padding_size="size", padding_candidate="candidate")
     def padding(self, size: int, candidate: str = "") -> DataProto:
-        """Append `size` copies of the last row ("first": of the first) in place; returns self."""
+        """Append `size` copies of the last row (`candidate="first"`: of the first row) in place; returns self."""
         if candidate not in ("", "first", "last"):
             raise ValueError(f"DataProto.padding: candidate {candidate!r}; use 'first' or 'last'.")
         if size < 0 or (len(self) == 0 and size):
@@ -377,7 +379,10 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Mini-batches of `epochs` passes. `dataloader_kwargs`: shuffle (with `seed`; else views), drop_last."""
+        """Mini-batches of `epochs` passes over the rows, as views unless shuffled.
+
+        `dataloader_kwargs`: `shuffle` (in a new order every pass, drawn from `seed`) and `drop_last`.
+        """
         rows = mini_batch_rows(len(self), mini_batch_size, epochs, seed, dataloader_kwargs or {})
         return map(self._take, rows)
 
@@ -461,7 +466,7 @@ class DataProto:
 
     def _item(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
-            raise IndexError(f"DataProto: row {row} of {len(self)}.")
+            raise IndexError(f"DataProto: row {row} does not exist; the batch has {len(self)} rows.")
         td = self._td[row] if self._td is not None else None
         if td is not None and self._borrowed:
             td = td.clone()

@@ -68,7 +68,7 @@ class Recording:
         candidates = (root / schema.FOLDER, root)
         record = next((path for path in candidates if (path / schema.RUN_FILE).is_file()), None)
         if record is None:
-            why = "has no recording" if root.is_dir() else "is no folder"
+            why = "has no recording" if root.is_dir() else "is not a folder"
             raise RecordingError(f"{root} {why} (no {schema.FOLDER}/{schema.RUN_FILE}). Pass the folder of a run.")
         self.folder = record
         self._check_version()
@@ -85,7 +85,7 @@ class Recording:
         try:
             content = json.loads((self.folder / schema.RUN_FILE).read_bytes())
         except ValueError as error:
-            raise RecordingError(f"{self.folder / schema.RUN_FILE} is no JSON: {error}.") from error
+            raise RecordingError(f"{self.folder / schema.RUN_FILE} is not valid JSON: {error}.") from error
         if not isinstance(content, dict):
             raise RecordingError(f"{self.folder / schema.RUN_FILE} is not a JSON object.")
         return content
@@ -181,7 +181,7 @@ class LineStream(Stream):
     def _parse(self, content: bytes) -> pa.Table:
         fields = schema.arrow_schema(self.declared.name)
         for name, former in schema.FORMER_NAMES.items():
-            if name in fields.names:  # inside of texts, quotes are escaped: only keys match
+            if name in fields.names:  # quotes within string values are escaped, so only keys match
                 content = content.replace(f'"{former}":'.encode(), f'"{name}":'.encode())
         options = pj.ParseOptions(explicit_schema=fields, unexpected_field_behavior="ignore")
         try:
@@ -199,7 +199,7 @@ class MetricStream(LineStream):
         super()._reset()
         self._records: list[dict[str, Any]] = []
         self._key: tuple[int, int] = (0, 0)
-        """Numbers of records and attempts of the cached rows and columns."""
+        """(number of records, number of attempts) from which the cached rows and columns were computed."""
         self._rows: list[dict[str, Any]] = []
         self._arrays: dict[str, pa.Array] = {}
         self._names: dict[str, None] = {}
@@ -280,7 +280,8 @@ class StepStream(Stream):
             yield step, self._read(step, columns, None)
 
     def metadata(self, step: int) -> dict[str, Any]:
-        """Return the metadata of a step: `attempt`; of trajectories also the sample: `groups`, `recorded`, `seed`."""
+        """Return the metadata of a step's file: `attempt`, and of sampled streams how the recorded part was chosen: the
+        number of `groups` (or `rows`, `pairs`), the number of those `recorded`, and the `seed`."""
         with self._open(step) as file:
             return json.loads((file.schema_arrow.metadata or {}).get(b"verl", b"{}"))
 
@@ -327,7 +328,7 @@ class StepStream(Stream):
 
 
 def _stored_name(name: str, stored: Sequence[str]) -> str | None:
-    """The name of a field in a file: its own, that of an earlier version, or None if the file lacks it."""
+    """The name under which a file stores the field `name`: this name or its former name; None if it has neither."""
     former = schema.FORMER_NAMES.get(name)
     return name if name in stored else former if former in stored else None
 

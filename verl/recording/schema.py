@@ -16,7 +16,7 @@ from verl.utils.checkpoint.folders import RECORD_FOLDER
 
 VERSION = 2
 FORMER_NAMES = {"track": "lane", "tracks": "lanes", "response": "answer"}
-"""Names of fields in version 1, which is read, too."""
+"""Fields that had other names in version 1, which the reader still supports: current name → former name."""
 FOLDER = RECORD_FOLDER
 RUN_FILE, TOKENS_FILE = "run.json", "tokens.parquet"
 

@@ -30,7 +30,7 @@ from verl.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# Waiting jobs; each keeps its batch in memory.
+# Maximum number of waiting jobs; each keeps its batch in memory.
 _MAX_WAITING = 2
 MAX_LINES = 20_000
 _ROW_GROUP = 128
@@ -40,7 +40,7 @@ _DELETABLE = ("trajectories", "rows", "pairs", "validation")
 _ALWAYS_RECORDED = ("metrics", "events")
 # Folder of the steps that a later attempt trains again: <folder>/<attempt>/<stream>.
 _SUPERSEDED = "superseded"
-# A recording that was written to so recently may belong to a run in progress.
+# Seconds after the last change of a recording in which it may belong to a run in progress.
 _ACTIVE_S = 3600.0
 
 
@@ -66,7 +66,7 @@ class RecordWriter:
         `run_id`: id of the command, which its restarts share. A recording that this run does not continue (`first_step`
         is 0, and the id differs) is moved to `record_before_<time>`.
 
-        `max_bytes`: budget of the recording and those that were moved, which are deleted first.
+        `max_bytes`: budget of this recording and of the moved ones together; moved ones are deleted first.
         """
         self.folder, self._redaction = folder, redaction or Redaction()
         self._max_bytes = max_bytes
@@ -101,14 +101,14 @@ class RecordWriter:
 
     def line(self, stream: str, record: Mapping[str, Any]) -> None:
         """Append a record to a stream of JSON lines, with the number of the attempt. If the thread has fallen behind
-        by too many records, the record is dropped, with an event."""
+        by too many records, the record is dropped, with an event. Records after `close` may be lost."""
         with self._lock:
             self._step = max(self._step, record.get("step") or 0)
             if len(self._lines) >= MAX_LINES:
                 self._dropped[stream] += 1
                 return
             self._lines.append((stream, {**record, "attempt": self.attempt}))
-            if len(self._lines) == 1:
+            if len(self._lines) == 1 and not self._is_closed:
                 self._thread.submit(partial(self._guard, self._append_lines))
 
     def event(self, kind: str, step: int, message: str = "", data: Mapping[str, Any] | None = None) -> None:
@@ -138,9 +138,10 @@ class RecordWriter:
 
     def close(self, timeout: float = 60.0) -> None:
         """Write everything that was recorded, for up to `timeout` seconds; safe to call twice."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True  # from now on, `_close_files` writes the lines
         try:
             self._thread.submit(self._close_files).result(timeout)
         except TimeoutError:
@@ -274,8 +275,8 @@ class RecordWriter:
 
     def _step_files(self, stream: str) -> dict[int, Path]:
         """Return the files of a stream by step."""
-        found = {schema.step_of_file(path.name): path for path in (self.folder / stream).glob("*.parquet")}
-        return {step: path for step, path in found.items() if step is not None}
+        files = {schema.step_of_file(path.name): path for path in (self.folder / stream).glob("*.parquet")}
+        return {step: path for step, path in files.items() if step is not None}
 
     def _move_superseded_steps(self, first_step: int) -> None:
         """Move the files of steps that this attempt trains again to `superseded/<attempt>`. They are deleted first if

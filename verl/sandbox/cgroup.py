@@ -1,7 +1,7 @@
 """Kernel accounting of runs: memory (kernel memory included) and processes, by cgroup v2 or v1.
 
-A zygote has one cgroup, with a child for each run. It is created beside the zygote's own cgroup (v2, where a cgroup
-with children has no processes) or inside it (v1, in the hierarchies `memory` and `pids`), if that is permitted.
+A zygote creates one cgroup, with a child for each run: beside the cgroup that the zygote is in (v2, where a cgroup with
+children has no processes) or inside it (v1, in the hierarchies `memory` and `pids`), if that is permitted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _CONTROLLERS = ("memory", "pids")
 _REMOVE_SECONDS = 1.0
 # Kernel memory of a run that has just started, and inexact counting per processor.
 _RESERVE_BYTES = 8 << 20
-# An allocation that fails may be this large (a huge page): the maximum of the memory is below the limit by less.
+# The largest allocation (a huge page). If one fails because of the limit, the recorded maximum of memory usage is below
+# the limit by less than this.
 _LARGEST_ALLOCATION = 2 << 20
 
 
@@ -35,10 +36,11 @@ class _FileNames:
     swap_max: str
     memory_current: str
     kills: str
-    """Has `oom_kill`: killed processes, also those that the kernel killed because the machine had no memory left."""
+    """File with the counter `oom_kill` of killed processes, including those killed because the machine had no memory
+    left."""
     limit_reached: str
-    """v2: has `oom`, how often this cgroup's limit left no memory. v1: the maximum of its memory; recent kernels do not
-    increase `memory.failcnt`."""
+    """v2: file with the counter `oom` of allocations that failed because of this cgroup's limit. v1: file with the
+    maximum memory usage, because recent kernels do not increase `memory.failcnt`."""
     pids_max: str = "pids.max"
 
 

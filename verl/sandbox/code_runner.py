@@ -53,7 +53,7 @@ class CodeSettings:
     def runner(self, modules: Mapping[str, str] | None = None) -> CodeRunner:
         """The runner of this process, started on first use; it ends with the process.
 
-        `modules`: sources by name of modules that programs find imported in a local sandbox.
+        `modules`: name and source code of modules that are already imported in programs of a local sandbox.
         """
         return _client(self.url, self.max_concurrent) if self.url else self.sandbox(modules)
 
@@ -84,7 +84,8 @@ def _client(url: str, max_concurrent: int) -> SandboxClient:
 
 
 @functools.lru_cache
-def _sandbox(require: str, warm: int, modules: tuple[tuple[str, str], ...], _: int) -> Sandbox:
+def _sandbox(require: str, warm: int, modules: tuple[tuple[str, str], ...], _pid: int) -> Sandbox:
+    """`_pid`: part of the cache key, so that a forked process starts its own sandbox."""
     return Sandbox(require=require, warm=warm, modules=dict(modules))
 
 

@@ -54,7 +54,8 @@ def check(result: int, call: str) -> int:
 
 
 def syscall(number: int, *arguments: object) -> int:
-    """Return -1 and set errno on failure. Integers are passed as longs, bytes as pointers."""
+    """Call a system call by its number; return -1 and set errno on failure. Integers are passed as longs, bytes as
+    pointers."""
     plain = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     _libc.syscall.restype = ctypes.c_long
     return int(_libc.syscall(ctypes.c_long(number), *plain))

@@ -42,7 +42,7 @@ class Confinement:
     """ABI of Landlock; 0: not used."""
     seccomp: bool
     own_user: bool
-    """Whether each run has a user that no other process has."""
+    """Whether each run has a user id of its own. Also true if RLIMIT_NPROC counts each run's user namespace alone."""
     paths: tuple[str, ...]
     """Paths that a program may read (`filesystem.readable_paths`)."""
     folder: str = filesystem.WORK

@@ -47,8 +47,8 @@ class Sandbox:
 
     `require`: the minimum isolation, one of `REQUIRE`; IsolationMissing if the host has less. `warm`: isolated
     processes kept ready. `concurrency`: how many programs of `submit` run at once (0: one per core). `read`: paths that
-    programs may read besides the installed software. `modules`: name and source of modules that Python programs find
-    imported. `cgroup`: let the kernel count memory and processes if this process may create a cgroup.
+    programs may read besides the installed software. `modules`: name and source of modules that are already imported in
+    Python programs. `cgroup`: let the kernel count memory and processes if this process may create a cgroup.
     """
 
     def __init__(
@@ -98,7 +98,10 @@ class Sandbox:
         fetch: Sequence[str] = (),
         limits: Limits | None = None,
     ) -> Result:
-        """Run a program to its end. `files` are written to its directory before, those of `fetch` read after."""
+        """Run a program to its end.
+
+        `files` are written to the program's directory before it starts; the files in `fetch` are read after its end.
+        """
         return self._run(RunFuture(), code, language, stdin, files, fetch, limits)
 
     def _run(
@@ -187,7 +190,7 @@ class Sandbox:
         self.close()
 
     def _take_ready(self) -> socket.socket:
-        """The connection to a run that waits for its job; restarts a zygote that has ended."""
+        """Return the connection to a run that waits for its job. Restarts the zygote if it has ended."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("this sandbox was closed")
@@ -269,7 +272,7 @@ class _ZygoteProcess:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> socket.socket:
-        """Start a run that prepares itself; return the connection over which it then takes its job."""
+        """Start a run, which isolates itself in the background; return the connection on which it receives its job."""
         ours, theirs = socket.socketpair()
         with theirs:
             socket.send_fds(self._control, [b"F"], [theirs.fileno()])
@@ -420,7 +423,7 @@ def send_job(link: socket.socket, job: dict[str, Any], blobs: Sequence[bytes], t
 
 
 def receive_result(link: socket.socket) -> tuple[Result, bool]:
-    """Wait for the result of a job; and whether the session continues."""
+    """Wait for the result of a job; return it, and whether the session continues."""
     try:
         header, (stdout, stderr, *rest), _ = streams.receive(link)
     except (EOFError, OSError) as error:

@@ -1,7 +1,7 @@
 """`python -m verl.sandbox.server`: the local sandbox behind the SandboxFusion API, by default for this machine only.
 
-`POST /run_code` runs a program, `GET /v1/ping` returns "pong", `GET /health` the number of programs. SIGTERM and Ctrl-C
-let running programs finish for a while.
+`POST /run_code` runs a program, `GET /v1/ping` returns "pong", `GET /health` the number of programs. After SIGTERM or
+Ctrl-C, running programs may finish within a grace period.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ DEFAULT_PORT = 8080
 class SandboxServer:
     """Runs `max_concurrent` programs at once and queues up to `max_waiting` more.
 
-    `limits` are the defaults of a request, `highest` the highest that it may set.
+    `limits` apply where a request sets no limit (`RunRequest` has defaults for the timeouts); `highest` are the
+    highest limits that a request may set.
     """
 
     def __init__(

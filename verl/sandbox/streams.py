@@ -113,9 +113,9 @@ class Pipes:
         self.program_ends = []
 
     def transfer(self, links: Sequence[socket.socket], seconds: float) -> list[socket.socket]:
-        """Wait up to `seconds` until a pipe or one of `links` is ready; read and write the pipes that are.
+        """Wait up to `seconds` until a pipe or one of `links` is ready; read from and write to the ready pipes.
 
-        Returns those of `links` that are readable.
+        Returns the readable `links`.
         """
         by_descriptor = {link.fileno(): link for link in links}
         for descriptor in by_descriptor:

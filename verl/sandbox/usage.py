@@ -15,7 +15,8 @@ from verl.sandbox.filesystem import MAX_FILES
 from verl.sandbox.seccomp import SHARED_MAPPING_BYTES
 from verl.utils.resources import available_cores
 
-# A check that takes longer stops the program meanwhile: it could slow checks down and use up memory during them.
+# A check that takes longer stops the program until the check has ended: a program could otherwise slow the checks down
+# and exceed its limits during one.
 _MAX_CHECK_SECONDS = 0.01
 # Seconds between two checks.
 _MIN_PAUSE, _MAX_PAUSE = 0.002, 0.025
@@ -146,7 +147,7 @@ class RunProcesses:
 def socket_bytes() -> tuple[int, int]:
     """The default send buffer of a socket, and the largest that a program can set without a seccomp filter.
 
-    First called before a network namespace, which hides them, is entered.
+    The first call must be before this process enters a network namespace, which hides these settings.
     """
     sizes = []
     for name in ("wmem_default", "wmem_max"):
@@ -160,7 +161,7 @@ def socket_bytes() -> tuple[int, int]:
 
 @dataclass
 class Descriptors:
-    """What open descriptors of some processes refer to, each object once."""
+    """The objects that the open descriptors of a run's processes refer to, each counted once."""
 
     sockets: set[str] = field(default_factory=set)
     pipes: set[str] = field(default_factory=set)
@@ -174,8 +175,8 @@ class Descriptors:
 class MemoryUsage:
     """Memory of a run without a cgroup: pages, page tables, and kernel buffers that the program fills.
 
-    `limited`: seccomp limits shared mappings and buffers, and the threads of a process share their descriptors.
-    `namespaces`: network and IPC belong to the run.
+    `limited`: whether seccomp limits shared mappings and buffers, and forbids threads with their own descriptors.
+    `namespaces`: whether the run has its own network and IPC namespaces.
     """
 
     def __init__(self, processes: RunProcesses, limit_mb: int, limited: bool, namespaces: bool) -> None:
@@ -226,9 +227,9 @@ class MemoryUsage:
     def _mappings(self, folders: list[str], check_time: Callable[[], None]) -> tuple[int, int]:
         """Bytes of anonymous shared memory, and of the kernel for all mappings.
 
-        An object counts with the largest part of it that was ever mapped, and at least with what seccomp allows to map
-        at once: pages that a process has written stay when it ends, unmaps or discards them, and are then in no
-        process's figures.
+        A shared object counts with the largest size that was seen mapped, and at least with the largest mapping that
+        seccomp allows: pages that a process has written stay in use after it ends, unmaps or discards them, and no
+        process reports them then.
         """
         sizes: dict[str, int] = {}
         deleted: set[int] = set()
@@ -296,8 +297,10 @@ class MemoryUsage:
                 continue
 
     def _unix_sockets(self) -> int:
-        """All sockets of the run's network namespace, including connections that are not accepted; a datagram socket
-        counts with the datagrams that may be queued in it, whose senders are closed."""
+        """Return the number of Unix sockets in the run's network namespace, including connections not accepted yet.
+
+        A datagram socket counts as `_QUEUED_DATAGRAMS` sockets: datagrams of closed senders may be queued in it.
+        """
         lines = [line.split() for line in self._processes.read("self/net/unix").splitlines()[1:]]
         return sum(_QUEUED_DATAGRAMS if line[4] == "0002" else 1 for line in lines)
 
@@ -380,7 +383,7 @@ class DiskUsage:
                 os.close(descriptor)
 
     def _open(self, name: str, parent: int) -> int:
-        """Open a folder whatever its mode: the supervisor's user owns it."""
+        """Open a folder of the program, also one without read permission: the supervisor's user owns it."""
         path = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
         try:
             self._make_accessible(path)
@@ -391,5 +394,5 @@ class DiskUsage:
     def _make_accessible(self, folder: int) -> None:
         mode = stat.S_IMODE(os.fstat(folder).st_mode)
         if mode & 0o700 != 0o700:
-            with contextlib.suppress(OSError):  # another owner: opening it decides
+            with contextlib.suppress(OSError):  # another user owns it; if it is not readable, opening it fails
                 os.chmod(f"/proc/self/fd/{folder}", mode | 0o700)

@@ -68,7 +68,8 @@ def main(control_fd: int) -> None:
         confinement, missing = _probe_isolation(paths, cgroups is not None)
         if cgroups is not None and confinement.can_leave_cgroup:
             cgroups.close()
-            cgroups, reason = None, ["no cgroup (programs run as its owner, and only namespaces or Landlock hide it)"]
+            cgroups = None
+            reason = ["no cgroup (programs run as its owner, and neither namespaces nor Landlock hide it)"]
             confinement = replace(confinement, has_cgroup=False)
         header = {
             "namespaces": confinement.namespaces,
@@ -163,8 +164,7 @@ def _probe_isolation(paths: tuple[str, ...], has_cgroup: bool) -> tuple[Confinem
 
 
 def _counts_by_namespace() -> bool:
-    """Return whether RLIMIT_NPROC counts only the processes in the user namespace (since Linux 5.14), not all of the
-    user."""
+    """Return whether RLIMIT_NPROC counts only the user's processes in the same user namespace, as since Linux 5.14."""
     major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
     return (major, minor) >= (5, 14)
 

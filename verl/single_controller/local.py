@@ -144,12 +144,15 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _raise_if_failed(self, output: Any, method: str) -> Any:
         if isinstance(output, Failure):
-            raise WorkerCallError(output, self.role, 0, f"{socket.gethostname()} pid {os.getpid()}", method)
+            raise WorkerCallError(output, self.role, 0, _this_host(), method)
         return output
 
 
 class TorchrunWorkerGroup(WorkerGroup):
-    """The group, in rank 0. Calls of rank 0 run in the caller's thread, those of other ranks in their processes."""
+    """The worker group, in the process of rank 0.
+
+    Rank 0 runs its calls in the caller's thread; the other ranks run theirs in their own processes (`serve_rank`).
+    """
 
     def __init__(
         self, cls_with_init: ClassWithInitArgs, *, device_name: str = "cpu", collective_timeout: float = 1800.0
@@ -213,7 +216,7 @@ class TorchrunWorkerGroup(WorkerGroup):
         return lambda: [self._result(outputs[rank], rank, method) for rank in ranks]
 
     def _result(self, output: Any, rank: int, method: str) -> Any:
-        host = "this one" if rank == 0 else self._peers[rank].host
+        host = _this_host() if rank == 0 else self._peers[rank].host
         try:
             result = output.result() if isinstance(output, Future) else output
         except EOFError as error:
@@ -224,9 +227,9 @@ class TorchrunWorkerGroup(WorkerGroup):
 
 
 def serve_rank(*, device_name: str = "cpu", collective_timeout: float = 1800.0) -> None:
-    """Main function of every rank except 0: construct the worker that rank 0 broadcasts, and run calls until it ends.
+    """Main function of every rank except 0: construct the worker that rank 0 broadcasts, and run its calls.
 
-    SIGTERM and SIGINT are ignored: rank 0 handles them.
+    Returns when rank 0 closes the group. SIGTERM and SIGINT are ignored: rank 0 handles them.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -246,7 +249,7 @@ class _RankServer:
         self._connection, self._send_lock = connection, threading.Lock()
         self._host, (self._role,) = RankHost(), cls_with_init.roles()
         self._compute_calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        connection.send_bytes(pickle.dumps((info.rank, f"{os.uname().nodename} pid {os.getpid()}")))
+        connection.send_bytes(pickle.dumps((info.rank, _this_host())))
         result_or_raise(self._host.construct(info, cls_with_init))
 
     def run(self) -> None:
@@ -327,6 +330,11 @@ class _Peer:
                 self._closed = True
                 for future in self._pending.values():
                     future.set_exception(EOFError())
+
+
+def _this_host() -> str:
+    """Host name and process id, for error messages."""
+    return f"{socket.gethostname()} pid {os.getpid()}"
 
 
 def _init_process_group(device_name: str, collective_timeout: float) -> RankInfo:

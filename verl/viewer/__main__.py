@@ -86,7 +86,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def run_folders(folders: Sequence[str]) -> list[str]:
-    """Replace every folder that is no run, but contains runs (`val_only`, the experiments of a project), by these."""
+    """Replace every folder that is not a run, but contains runs (`val_only`, a project's folder), by these runs."""
     from verl.recording import schema
 
     def is_run(folder: Path) -> bool:

@@ -21,14 +21,14 @@ from verl.viewer.run import QUERIES, ViewedRun
 from verl.viewer.server import STATIC, run_names
 
 MAX_BYTES = 20_000_000
-# Every file after those that it imports.
+# In an order in which every file follows the files that it imports.
 MODULES = (
     "dom.js", "api.js", "chart.js", "health.js", "overview.js", "groups.js", "answer.js", "rows.js", "timeline.js",
     "validation.js", "app.js",
 )  # fmt: skip
 IMPORT = re.compile(r"^import .*;\n", re.MULTILINE)
 EXPORT = re.compile(r"^export (?=const|function|async function|class)", re.MULTILINE)
-# Steps with groups and responses, evenly spaced, and timelines around the newest step; as far as they fit.
+# Maximum number of steps with groups and responses (evenly spaced), and of steps with a timeline (the newest).
 _MAX_STEPS = 8
 _MAX_TIMELINE_STEPS = 20
 # Share of the budget that validation responses may use.
@@ -176,14 +176,14 @@ def _spread(steps: Sequence[int], count: int) -> Iterator[int]:
 
 
 def _key(query: str, **parameters: Any) -> str:
-    """The key of a result: as the page writes it."""
+    """The key of a result; `api.js` builds the same key."""
     return f"{query}?{urlencode(sorted(parameters.items()))}"
 
 
 def _page(entries: dict[str, str], omissions: str) -> str:
     script = "".join(EXPORT.sub("", IMPORT.sub("", (STATIC / name).read_text())) for name in MODULES)
     style = (STATIC / "style.css").read_text()
-    # `<` cannot end the element or begin a comment: names of runs are data.
+    # Names of runs are user data: an unescaped `<` in them could end the script element or begin a comment.
     data = json.dumps({"data": entries, "omissions": omissions}).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; img-src data:; base-uri 'none';"

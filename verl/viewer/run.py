@@ -183,7 +183,7 @@ class ViewedRun:
         return {"step": step, "uid": uid, **table.slice(0, 1).to_pylist()[0]}
 
     def timeline(self, first: int, last: int) -> dict[str, Any]:
-        """Tracks with the phases of these steps, idle time, waits, and the events meanwhile."""
+        """Tracks with the phases of these steps, idle time, waits, and the events during these steps."""
         with self._lock:
             phases = self._recording.without_superseded(self._recording.phases.table())
             events = self._recording.events.table()
@@ -289,7 +289,7 @@ class ViewedRun:
         if not ids.is_valid:
             return None
         if not len(self._vocabulary):
-            self.__dict__.pop("_vocabulary")  # a run writes it after its first records
+            self.__dict__.pop("_vocabulary")  # read it again: a run writes it after its first records
         values = ids.values
         known = pc.and_(pc.greater_equal(values, 0), pc.less(values, len(self._vocabulary)))
         return self._vocabulary.take(pc.if_else(known, values, None)).to_pylist()
@@ -310,7 +310,7 @@ class ViewedRun:
         return {uid: (score, correct) for uid, score, correct in rows}
 
     def _validation_prompts(self, first: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Source and beginning of every prompt; `first`: a step with each of them."""
+        """Source and beginning of every prompt. `first`: for each uid, the first step that has this prompt."""
         prompts: dict[str, dict[str, Any]] = {}
         for step in dict.fromkeys(first.values()):
             table = self._recording.validation.table(["uid", "data_source", "prompt"], step=step)
@@ -358,7 +358,7 @@ def _stamp(path: Path) -> int:
 def _names(text: str) -> list[str]:
     names = json.loads(text)
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError("not a list of texts")
+        raise ValueError("not a list of strings")
     return names
 
 

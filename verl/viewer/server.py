@@ -34,8 +34,8 @@ _HEADERS = {
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _MAX_BODY = 1 << 16
 _COOKIE = "verl_view"
-# Seconds between two looks at the folders of live runs; after this many without a change, a comment keeps the
-# connection open.
+# Seconds between two checks of the runs' folders for changes; after this many checks without a change, a comment is
+# sent to keep the connection open.
 _POLL_S, _POLLS_PER_COMMENT = 1.0, 15
 _MAX_HITS, _MAX_SEARCH_CHARS = 1000, 400
 
@@ -193,7 +193,7 @@ class _CookieLogin:
         await self._app(scope, receive, self._redirecting(token, scope, receive, send))
 
     def _redirecting(self, token: str, scope: Scope, receive: Receive, send: Send) -> Send:
-        """Replace a successful response by a redirect without the token, which then is in no history or log."""
+        """Replace a successful response by a redirect without the token, which keeps it out of histories and logs."""
         accepted = False
 
         async def replace(message: Message) -> None:

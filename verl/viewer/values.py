@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 _MAX_SPANS = 20_000
 _MAX_POINTS = 600
 _MEMORY, _SUPERVISED_MEMORY = "memory_gb/", "perf/memory_allocated_gb_max"
-# Phase of plans of supervised runs, in which their memory is measured.
+# The phase of memory plans that corresponds to `_SUPERVISED_MEMORY`.
 _SUPERVISED_PHASE = "sft"
 _Span = tuple[str, float, float, int]
 """Phase, start, end, step."""
@@ -153,7 +153,7 @@ def waits(by_track: dict[str, list[_Span]]) -> list[dict[str, Any]]:
 def memory(events: pa.Table, metrics: pa.Table) -> dict[str, Any]:
     """Planned and largest measured GB of tensors per device by phase; None where one of them is unknown.
 
-    `metrics`: the columns of `is_memory`. `device_gb`: memory of a device, None if it is unknown.
+    `metrics`: the columns for which `is_memory` holds. `device_gb` in the result: memory of a device, None if unknown.
     """
     plans = events.filter(pc.equal(events["kind"], "memory_plan"))["data"].to_pylist()
     plan = json.loads(plans[-1]) if plans else {"gb": {}, "device_gb": None}

@@ -210,9 +210,9 @@ def test_concat_takes_parts_without_tensors_and_numbers_of_several_types():
 
 def test_rows_outside_or_of_the_wrong_kind_are_index_errors():
     data = a_batch()
-    with refuses("6 of 6", IndexError):
+    with refuses("row 6…6 rows", IndexError):
         data[6]
-    with refuses("-7 of 6", IndexError):
+    with refuses("row -7…6 rows", IndexError):
         data[[0, -7]]
     with refuses("mask…(5,)…6 rows", IndexError):
         data[np.ones(5, dtype=bool)]

@@ -30,9 +30,9 @@ def one_sentence(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (None, "is no folder"),
+        (None, "is not a folder"),
         ({}, "has no recording"),
-        ({"record/run.json": "{"}, "is no JSON"),
+        ({"record/run.json": "{"}, "is not valid JSON"),
         ({"record/run.json": "[]"}, "is not a JSON object"),
         ({"record/run.json": json.dumps({"schema": 99})}, "Install a newer verl"),
         ({"record/run.json": "{}"}, "no valid `schema`"),

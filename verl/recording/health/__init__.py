@@ -24,7 +24,7 @@ __all__ = ["RULES", "AlertPoster", "Cache", "Finding", "RunTables", "findings", 
 
 logger = logging.getLogger(__name__)
 
-# Seconds between two checks for alerts, which take at most this share of the time.
+# Minimum seconds between two checks for alerts, and the maximum share of time that these checks take.
 _MIN_CHECK_INTERVAL_S, MAX_CHECK_SHARE = 30.0, 0.01
 # Seconds until the same alert is posted again, if it had ended meanwhile.
 _REPEAT_S = 3600.0
@@ -63,7 +63,7 @@ def findings(tables: RunTables) -> list[Finding]:
 
 
 class AlertPoster:
-    """Checks the recording in intervals until `close`. An alert is posted when it begins, as a JSON object.
+    """Checks the recording at intervals until `close`. An alert is posted once, when it begins, as a JSON object.
 
     An alert that could not be posted is posted at the next check.
     """
@@ -73,7 +73,7 @@ class AlertPoster:
         self._recording, self._url, self._run = read(folder), url, dict(run)
         self._interval = interval
         self._posted: dict[str, float] = {}
-        """By rule: when its alert was last posted, or last held since."""
+        """By rule with a posted alert: time of the last check at which the alert held."""
         self._cache: Cache = {}
         self._fails = False
         self._closing = threading.Event()
@@ -95,7 +95,7 @@ class AlertPoster:
             logger.warning("trainer.record.alert_url: alerts are not posted any more: %r", error)
 
     def _check(self) -> float:
-        """Post what is new; return the seconds that the rules took."""
+        """Post new alerts; return the seconds that the rules took."""
         begin = time.perf_counter()
         current = findings(load(self._recording, time.time(), self._cache))
         seconds = time.perf_counter() - begin

@@ -17,8 +17,10 @@ _PHRASE_WORDS = 6
 
 
 def no_signal(run: RunTables) -> Finding | None:
-    """More than half of the groups have the same score for all responses; an alert only if hardly any group trains:
-    runs with few responses per prompt learn from a third of their groups."""
+    """More than half of the groups have the same score for all responses.
+
+    An alert only above 90 %: with few responses per prompt, a run learns well from a third of its groups.
+    """
     steps, share = run.groups.get("step", np.array([])), run.groups.get("no_signal", np.array([]))
     period = period_of(steps, share > 0.5)
     if period is None:
@@ -77,7 +79,7 @@ def entropy_collapse(run: RunTables) -> Finding | None:
 
 
 def constant_reward(run: RunTables) -> Finding | None:
-    """The reward has the same value in all steps."""
+    """The mean reward has not changed for at least `BASELINE` steps."""
     steps, reward = run.column("reward/mean", "critic/score/mean")
     if len(reward) < BASELINE or np.ptp(reward[-BASELINE:]) > 0:
         return None
@@ -213,10 +215,11 @@ def common_phrase(run: RunTables) -> Finding | None:
 
 @functools.lru_cache(maxsize=4)
 def _phrases(texts: tuple[str, ...]) -> Counter[str]:
-    """In how many texts every phrase of some words occurs. Cached: the rules run after every step."""
+    """Return for every phrase of `_PHRASE_WORDS` words the number of texts that contain it. Cached, because the rules
+    run after every step."""
     counts: Counter[str] = Counter()
     for text in texts:
         words = text.split()
         phrases = (" ".join(words[i : i + _PHRASE_WORDS]) for i in range(len(words) - _PHRASE_WORDS + 1))
-        counts.update(dict.fromkeys(phrases, 1))  # in order: equally frequent phrases keep theirs
+        counts.update(dict.fromkeys(phrases, 1))  # a dict, not a set: ties keep the order of the text
     return counts

@@ -112,7 +112,7 @@ def preemptions(run: RunTables) -> Finding | None:
 
 def low_mfu(run: RunTables) -> Finding | None:
     """The actor update uses less than a tenth of the peak rate of its devices."""
-    # The work that was done: shared prefixes raise the other rate above the use of the device.
+    # `actor_computed` counts only computed work; `actor` also counts shared prefixes, which are not computed again.
     name = "perf/mfu/actor_computed" if "perf/mfu/actor_computed" in run.metrics else "perf/mfu/actor"
     steps, share = run.column(name)
     period = period_of(steps, share < 0.1, BASELINE)
@@ -171,15 +171,15 @@ def slow_phase(run: RunTables) -> Finding | None:
 
 def restarts(run: RunTables) -> Finding | None:
     """The run was restarted, or lost workers."""
-    kinds = [e for e in run.events if e["kind"] in ("resume", "restart", "recovery")]
-    if not kinds:
+    interruptions = [e for e in run.events if e["kind"] in ("resume", "restart", "recovery")]
+    if not interruptions:
         return None
     causes = [e["message"] for e in run.events if e["kind"] in ("end", "restart", "recovery") and e["message"]]
-    steps = [int(event["step"] or 0) for event in kinds]
+    steps = [int(event["step"] or 0) for event in interruptions]
     cause = f" The last cause: {causes[-1][:200]}" if causes else ""
     return finding(
         run, "restarts", "warning", "The run was restarted.", (steps[0], steps[-1]),
-        f"{len(kinds)} time{'s' if len(kinds) > 1 else ''}.{cause}",
+        f"{len(interruptions)} time{'s' if len(interruptions) > 1 else ''}.{cause}",
         "The events have the cause of each restart; save more often if much work was lost.", [], None,
     )  # fmt: skip
 

@@ -37,13 +37,14 @@ Level: TypeAlias = Literal["alert", "warning"]
 
 @dataclass
 class RunTables:
-    """What the rules read. Columns are arrays with NaN for missing values; all may be empty."""
+    """Input of the rules. Columns are arrays with NaN for missing values; all may be empty."""
 
     metrics: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`step`, `time` and a column per metric."""
     groups: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """By recorded step: `step`, `no_signal` (share of groups whose responses have the same score), `all_best`,
-    `failed` (share of responses of agents that failed)."""
+    """By recorded step: `step`, `no_signal` (share of groups whose responses have the same score), `all_best` (share
+    of groups whose responses all have the best score of the step), `failed` (share of responses of agents that
+    failed)."""
     engines: Mapping[str, np.ndarray] = field(default_factory=dict)
     """`kv_used`, `waiting` and `preemptions` of the newest records."""
     devices: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class RunTables:
 
 
 Cache: TypeAlias = dict[tuple[str, int, int], Any]
-"""What was read of a step, by kind, step and version of its file."""
+"""Values read from the file of a step, by (kind of value, step, version of the file)."""
 
 
 def load(run: Recording, now: float | None = None, cache: Cache | None = None) -> RunTables:
@@ -112,7 +113,7 @@ def _newest(table: pa.Table, names: tuple[str, ...], count: int = 400) -> dict[s
 def _texts(run: Recording, step: int, cache: Cache) -> tuple[str, ...]:
     key = ("texts", step, run.trajectories.version(step))
     if key not in cache:
-        kept = min([step, *(old[1] for old in cache if old[0] == "texts")])  # the first step; texts of others are large
+        kept = min([step, *(old[1] for old in cache if old[0] == "texts")])  # texts are large: keep only the first
         for old in [old for old in cache if old[0] == "texts" and old[1] > kept]:
             del cache[old]
         cache[key] = tuple(_read_texts(run, step))
@@ -126,7 +127,7 @@ def _read_texts(run: Recording, step: int) -> list[str]:
 
 
 def _group_columns(run: Recording, cache: Cache) -> dict[str, np.ndarray]:
-    """Shares by step: of the newest steps, and of some earlier ones."""
+    """Shares of groups by step, for the newest steps and evenly spaced earlier ones."""
     steps = run.groups.steps
     half = _MAX_GROUP_STEPS // 2
     if len(steps) > _MAX_GROUP_STEPS:
@@ -156,7 +157,7 @@ def _group_shares(run: Recording, step: int) -> tuple[float, float, float]:
 
 
 class Finding(NamedTuple):
-    """A problem of a run. `settings`: keys with values that would help."""
+    """A problem of a run. `settings`: configuration keys with the values that the remedy suggests."""
 
     rule: str
     level: Level
@@ -167,9 +168,9 @@ class Finding(NamedTuple):
     first_step: int
     last_step: int
     is_current: bool
-    """Whether it held until the newest step."""
+    """Whether the condition held until the newest step."""
     metric: str | None = None
-    """Metric that shows it."""
+    """Metric that shows the problem."""
 
 
 def period_of(steps: np.ndarray, condition: np.ndarray, length: int = STEADY) -> tuple[int, int] | None:

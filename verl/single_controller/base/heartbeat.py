@@ -65,7 +65,7 @@ class RankReport:
     """runs, stopped, traced, dead, silent (the process exists but does not reply) or unreachable (its node does not
     reply)."""
     heartbeat: Heartbeat = Heartbeat()
-    """The last heartbeat received. Of a silent process, its stacks are read from outside."""
+    """The last heartbeat received. If the process is silent, `stacks` are replaced by those read from outside it."""
 
     @property
     def collective(self) -> str | None:

@@ -72,12 +72,13 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class RankUsage:
-    """What a process did since the last report, and what it uses now, for the recording of the run."""
+    """Activity of a process since the last report and its current resource use, for the recording of the run."""
 
     host: str
     pid: int
     spans: list[Span]
-    """Compute calls, and times in which its engine generated. Colocated roles share them: the first report has all."""
+    """Compute calls, and periods in which its engine generated. Each span is reported once: the first role of a process
+    that reports returns those of all its colocated roles."""
     device: DeviceUsage | None
     """None without a GPU, or if NVML is not available."""
     tensor_bytes: int
@@ -153,7 +154,7 @@ class Worker:
 
     @property
     def device(self) -> torch.device:
-        """Device of this rank. In a process with one visible GPU, as under Ray, it is that one."""
+        """Device of this rank. A process that sees only one GPU, as under Ray, uses it, whatever its local rank."""
         if self.device_name == "cpu":
             return torch.device("cpu")
         return torch.device(self.device_name, self.local_rank % max(1, torch.cuda.device_count()))
@@ -295,7 +296,7 @@ class RankHost:
         self._tracker = ComputeTracker()
 
     def heartbeat(self, all_threads: bool = False) -> Heartbeat:
-        """What the compute lane does now. Thread-safe."""
+        """Describe the compute call or background work that runs now. Thread-safe."""
         return self._tracker.heartbeat(all_threads)
 
     def construct(self, info: RankInfo, cls_with_init: ClassWithInitArgs) -> Failure | None:

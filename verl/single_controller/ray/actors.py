@@ -1,4 +1,4 @@
-"""The Ray actor of one rank: its start, its host in the worker process, its handle, and the wait for its end.
+"""The Ray actor of one rank: its start, `RayRankHost` in the worker process, its handle, and the wait for its end.
 
 Actors of a pool may be started before the worker group that uses them.
 """
@@ -47,7 +47,7 @@ _INLINE_BYTES = 64 * 1024
 _POLL_S = 0.5
 _DEATH_TIMEOUT_S = 30.0
 _PROCESS_POLL_S = 0.05
-# Exceptions of Ray for a dead process. That of its memory monitor is not a RayActorError.
+# Exceptions of Ray for a dead process. OutOfMemoryError (killed by Ray's memory monitor) is not a RayActorError.
 _DIED = (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError, ray.exceptions.OutOfMemoryError)
 
 # Threads of the control lane. Every request that waits in an engine occupies one; abort and health need a free one.
@@ -73,8 +73,8 @@ class RayRankHost(RankHost):
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
     def preload(self, modules: Sequence[str], compiles: bool = False) -> None:
-        """Import modules before `construct` needs them. `compiles`: also those of the compiler, which the first step
-        would import."""
+        """Import modules before `construct` needs them. `compiles`: also import torch's compiler, which otherwise the
+        first step imports."""
         if compiles:
             open_compile_cache()  # first: the compiler sets the default places of its caches
             modules = [*modules, "torch._inductor.compile_fx"]
@@ -108,8 +108,9 @@ class RayRankHost(RankHost):
     def call_streamed(
         self, role: str, method: str, args: list[Any], kwargs: dict[str, Any], lane: str
     ) -> Iterator[Any]:
-        """As `call`; yields the columns of the returned batch first, then the output, in which they are referred to by
-        number. Streamed columns are owned by the caller, so they outlive this process.
+        """As `call`; yields the columns of the returned batch, then the output, which refers to columns by number.
+
+        Streamed columns are owned by the caller, so they outlive this process.
         """
         columns: list[Any] = []
 
@@ -227,7 +228,8 @@ def named_actor(name: str) -> Any:
 
 
 def get_outcomes(refs: list[Any]) -> list[Any]:
-    """The outputs. For one that Ray cannot deliver: Ray's exception if the process died, else a Failure."""
+    """Return the output of every call. If Ray cannot deliver an output, its place has Ray's exception if the process
+    died, else a Failure."""
     try:
         return ray.get(refs)
     except _DIED as error:

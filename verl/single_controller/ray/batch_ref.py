@@ -43,7 +43,7 @@ class BatchRef(DataProto):
     def __init__(self, columns: dict[str, StoredColumn], rows: int, meta_info: dict[str, Any]) -> None:
         self._columns, self._rows, self.meta_info = columns, rows, meta_info
         self._local: dict[str, _LocalColumn] = {}
-        self._borrowed = False  # of DataProto (copy on write); columns here are copied when they are fetched
+        self._borrowed = False  # attribute of DataProto (copy on write); fetched columns are copies already
 
     @classmethod
     def from_stored(cls, part: StoredRows) -> BatchRef:
@@ -151,7 +151,7 @@ class BatchRef(DataProto):
 
     def union(self, other: DataProto) -> BatchRef:
         if self._has_columns() and other._has_columns() and len(other) != len(self):
-            raise ValueError(f"BatchRef.union: {len(self)} rows and {len(other)} rows.")
+            raise ValueError(f"BatchRef.union: {len(self)} rows cannot be joined with {len(other)} rows.")
         meta = union_meta(self.meta_info, other.meta_info)
         if other._has_columns():
             self._merge_columns(BatchRef.from_dataproto(other, self.lengths))
@@ -191,7 +191,7 @@ class BatchRef(DataProto):
 
     def _item(self, row: int) -> DataProtoItem:
         if not -len(self) <= row < len(self):
-            raise IndexError(f"DataProto: row {row} of {len(self)}.")
+            raise IndexError(f"DataProto: row {row} does not exist; the batch has {len(self)} rows.")
         row %= len(self)
         return self._take(slice(row, row + 1)).fetch()[0]
 

@@ -297,7 +297,10 @@ def _put(content: Any) -> Any:
 
 
 def lengths_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Lengths, tuple[int, int]] | None:
-    """Lengths and padded widths (P, R), from `attention_mask` and `responses`; None if the padding is not the usual."""
+    """Lengths and padded widths (P, R), from `attention_mask` and `responses`.
+
+    None if there is no mask of shape [rows, P + R], or if prompts are not left-padded or responses not right-padded.
+    """
     mask = tensors.get("attention_mask")
     if mask is None or mask.ndim != 2 or mask.shape[0] == 0:
         return None
@@ -315,7 +318,10 @@ def lengths_of(tensors: Mapping[str, torch.Tensor]) -> tuple[Lengths, tuple[int,
 
 
 def trim(name: str, value: torch.Tensor, lengths: Lengths | None, widths: tuple[int, int]) -> tuple[ColumnType, Any]:
-    """Content to store. Of a token column (values, offsets): its real tokens, concatenated; of others an array."""
+    """Return the type of a column and the content to store: an array, or (values, offsets) for a token column.
+
+    `values` are the real tokens of all rows, concatenated.
+    """
     array, dtype = as_numpy(value), str(value.dtype).removeprefix("torch.")
     axis = _axis_of(name, value, widths)
     if lengths is not None and axis != ROW:
@@ -376,7 +382,7 @@ def _widths(prompt: int, response: int) -> dict[Axis, int]:
 
 
 def _axis_of(name: str, value: torch.Tensor, widths: tuple[int, int]) -> Axis:
-    """The axis that a tensor is padded along: from the schema, or for other columns from their width. ROW: none."""
+    """The axis that a tensor is padded along: from the schema, or for user columns by their width. ROW: no padding."""
     if value.ndim < 2:
         return ROW
     axes: tuple[Axis, ...] = (COLUMNS[name].axis,) if name in COLUMNS else (SEQUENCE, RESPONSE)

@@ -104,9 +104,10 @@ class RankReports:
         self.nodes = NodeInspector()
 
     def collect(self, group: Any, since: float, all_threads: bool, timeout: float) -> list[RankReport]:
-        """A report on every rank of a group. Heartbeats from before `since` belong to an earlier call: not used.
+        """Return a report on every rank of a group.
 
-        Processes on this node are inspected even if they do not reply.
+        Heartbeats received before `since` belong to an earlier call and are not used. Processes on this node are always
+        checked for being stopped or dead; processes on other nodes only if they do not reply.
         """
         # Read once: a restart replaces the list.
         this_node, processes = ray.get_runtime_context().get_node_id(), group.processes
@@ -127,8 +128,8 @@ class RankReports:
         since: float,
         with_stacks: bool,
     ) -> RankReport:
-        """`reply`: the heartbeat of the process, an exception of Ray, or None. `state`: why the process is not
-        running, as reported on its node."""
+        """Complete `report`. `reply`: the heartbeat of the process, an exception of Ray, or None (no reply in time).
+        `state`: why the process is not running; None: it runs, or it is on another node."""
         if isinstance(reply, Heartbeat) and state is None:
             self._last[process] = time.monotonic(), reply
             return replace(report, heartbeat=reply)

@@ -19,7 +19,7 @@ from verl.utils.resources import load_factor
 
 logger = logging.getLogger(__name__)
 
-# A bundle must not be empty. One byte of memory and no CPU: so any number of processes fits on a node.
+# A bundle must not be empty. With one byte of memory and no CPU, any number of processes fits on a node.
 _MINIMAL_BUNDLE = {"memory": 1.0}
 _READY_TIMEOUT_S = 120.0
 _READY_POLL_S = 10.0
@@ -46,7 +46,7 @@ class RayNode:
 
 @dataclass(frozen=True)
 class StartedRanks:
-    """Running actors of all ranks of a pool, for its next worker group. `prefix`: of their names."""
+    """Running actors of all ranks of a pool, for its next worker group. `prefix`: prefix of the actors' names."""
 
     prefix: str
     actors: list[Any]
@@ -274,7 +274,10 @@ class LostRanks:
 
 
 def lost_ranks(nodes_by_rank: Sequence[RayNode]) -> LostRanks | None:
-    """The ranks of a group on lost nodes, or None. Other ranks fail first, with errors that do not name the node."""
+    """The ranks of a group on lost nodes, or None.
+
+    When a node is lost, ranks on other nodes often fail first, with errors that do not name the lost node.
+    """
     alive = {node.node_id for node in alive_nodes()}
     lost: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes_by_rank):
@@ -293,12 +296,12 @@ def _missing_resources(process_on_nodes: Sequence[int], use_gpu: bool, name: str
     unit = "GPUs" if use_gpu else "processes"
     requested = f"{len(process_on_nodes)} node(s) with {list(process_on_nodes)} {unit}"
     by_total = sorted((node.total_gpus for node in nodes), reverse=True)
-    exists = len(process_on_nodes) <= len(nodes) and all(
+    fits_idle_cluster = len(process_on_nodes) <= len(nodes) and all(
         not use_gpu or have >= want
         for have, want in zip(by_total, sorted(process_on_nodes, reverse=True), strict=False)
     )
-    if exists:
-        remedy = "Other jobs use the rest: wait for them, or `ray stop` a stale cluster and `ray start --head` again."
+    if fits_idle_cluster:
+        remedy = "Other jobs use GPUs: wait for them, or `ray stop` a stale cluster and `ray start --head` again."
     elif len(process_on_nodes) > len(nodes):
         remedy = "Join more nodes with `ray start --address=…`, or set trainer.nnodes."
     else:

@@ -200,7 +200,7 @@ class RayWorkerGroup(WorkerGroup):
         `alone`: restart only dead ranks; for ranks that do not form a process group.
 
         The group and the groups of its roles stay the same objects. Raises a WorkerError or a ResourceError if a
-        process does not start; the group is then as broken as before.
+        process does not start; calls on the group then still raise the error from before the restart.
         """
         if self._plan is None:
             raise ValueError(
