@@ -45,7 +45,7 @@ BREAKDOWN = {
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: the goal is the smallest speed of async relative to sync."""
+    """One comparison; `goal`: minimum speed of async relative to sync."""
 
     goal: float
     staleness: int = 1
@@ -91,7 +91,10 @@ def environment_of_runs() -> dict[str, str]:
 
 
 def interleave(options: Namespace, folder: Path) -> None:
-    """Run all rounds, cases and modes that are not in --json; every second round runs the modes in reverse order."""
+    """Run all rounds, cases and modes; with --resume only those that are not in --json.
+
+    Every second round runs the modes in reverse order.
+    """
     began, longest = time.monotonic(), 0.0
     finished = {_run_key(row) for row in rows_of(options.json)} if options.resume else set()
     for number in range(options.rounds):
@@ -171,7 +174,7 @@ def _run_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _work(options: Namespace, case: str, mode: str) -> Work:
-    """The work of a case. Runs in advance of training submit prompts until the last measured step has ended."""
+    """The work of a case. Asynchronous runs have extra steps: they submit prompts until the measurement ends."""
     small, staleness = options.shape == "tiny", CASES[case].staleness
     steps = options.warm + options.measured + (0 if mode == "sync" else staleness + 1)
     if case == "gsm8k":
@@ -182,23 +185,23 @@ def _work(options: Namespace, case: str, mode: str) -> Work:
     return Work(label, options.shape, prompts, n, prompt, mean, longest, steps)
 
 
-def _run(options: Namespace, case: str, work: Work, place: Path, mode: str) -> dict[str, Any]:
+def _run(options: Namespace, case: str, work: Work, folder: Path, mode: str) -> dict[str, Any]:
     """Run a mode on this work in a process with a time limit; return its columns."""
-    place.mkdir(parents=True, exist_ok=True)
-    budget = options.budget * (4 if case == "gsm8k" else 1)  # that model is small
+    folder.mkdir(parents=True, exist_ok=True)
+    budget = options.budget * (4 if case == "gsm8k" else 1)  # the model of gsm8k is small
     overrides = [*base(work, budget, options.checkpointing, options.compile), *MODES[mode]]
     if case == "gsm8k":
         overrides += _gsm8k(options)
     else:
-        work.write(place)
+        work.write(folder)
     if mode.startswith("async"):
         overrides.append(f"trainer.max_staleness={CASES[case].staleness}")
     name = f"{work.case}-{run_name(mode)}"
-    metrics = place / "runs" / "training_step" / name / "metrics.jsonl"
+    metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     began, clock = time.time(), time.monotonic()
-    full_command = command(work, place, name, [*overrides, *options.more])
-    problem = run_limited(full_command, place, environment_of_runs(), place / f"{name}.log", options.limit)
+    full_command = command(work, folder, name, [*overrides, *options.more])
+    problem = run_limited(full_command, folder, environment_of_runs(), folder / f"{name}.log", options.limit)
     records = records_of(metrics, "timing_s/step")
     row = step_rows(records, work.samples, options.warm, options.measured)
     if records:

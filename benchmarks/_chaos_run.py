@@ -1,4 +1,7 @@
-"""A seeded plan of faults, and a run under them: faults are timed by its phase log and followed until recovery."""
+"""A seeded plan of faults, and a training run into which they are injected.
+
+The phase log of the run determines the time of each fault and shows when the run has recovered.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 SAVE_FREQ, TEST_FREQ = 2, 4
 _TICK_S = 0.005
-# Without a restart, a run has survived a fault after this number of steps and seconds: Ray may detect a loss late.
+# A run that does not restart has survived a fault after this number of steps and _SURVIVAL_S seconds; after
+# _UNDETECTED_S seconds if the fault should restart it, because Ray may detect a lost process late.
 _SURVIVAL_STEPS = 3
 _SURVIVAL_S, _UNDETECTED_S = 6.0, 45.0
 
@@ -185,7 +189,7 @@ class Run:
         return self.process.poll() is not None
 
     def wait(self) -> int | None:
-        """The exit status; None if the run does not end within ten times its usual time."""
+        """The exit status; None if the run does not end within `limit` seconds plus 10 s per step."""
         try:
             return self.process.wait(timeout=self.limit + 10.0 * self.steps)
         except subprocess.TimeoutExpired:
@@ -288,7 +292,10 @@ class Run:
     # ---------------------------------------------------------------- recovery
 
     def _wait_for_recovery(self, outcome: Outcome, position: Position | None, moment: float, usual_step: float) -> None:
-        """Wait until the run has passed the position of the fault, or violated a guarantee."""
+        """Wait until the run has passed the position of the fault or finished.
+
+        If it exits or does not recover within `limit` seconds, record a violation and restart it.
+        """
         before, deadline = self.phase_log.controller, moment + self.limit
         passed_at = survived_at = None
         while True:

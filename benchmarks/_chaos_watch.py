@@ -42,7 +42,7 @@ class PhaseLog:
     """The phase log of the trainer, read incrementally."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
+        self._path, self._offset = path, 0
         self.all: list[dict[str, Any]] = []
 
     def read_new(self) -> list[dict[str, Any]]:
@@ -50,10 +50,10 @@ class PhaseLog:
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
-            file.seek(self._read)
+            file.seek(self._offset)
             lines = file.read()
         complete = lines[: lines.rfind(b"\n") + 1]
-        self._read += len(complete)
+        self._offset += len(complete)
         new = [json.loads(line) for line in complete.splitlines()]
         self.all += new
         return new
@@ -168,7 +168,7 @@ class Checkpoints:
                 name: [entry.size, entry.crc32] for name, entry in files.items() if Path(name).suffix in _TENSORS
             }
             self.saved[step] = SavedStep(serial, tensors)
-        elif folder.exists():  # otherwise it was deleted by the retention during the check
+        elif folder.exists():  # otherwise the retention policy deleted it during the check
             self.incomplete |= {f"{folder.name}: {'; '.join(problems)}"}
 
 

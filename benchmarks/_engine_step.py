@@ -81,7 +81,7 @@ class Engine:
             *overrides,
         ]
         config = load_config(None, arguments, check_files=False).actor_rollout_ref
-        # With this setting the update's own forward pass computes them.
+        # With `old_log_prob_from_update`, the forward pass of the update computes the old log-probs.
         self.omitted_columns = ["old_log_probs"] if config.actor.old_log_prob_from_update else []
         self.group: Any = LocalWorkerGroup(
             ray_cls_with_init=ClassWithInitArgs(ActorRolloutRefWorker, config=config, role="actor"),

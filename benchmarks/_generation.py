@@ -32,7 +32,7 @@ class Case:
         return sum(self.lengths)
 
     @property
-    def is_even(self) -> bool:
+    def has_equal_lengths(self) -> bool:
         """All responses have the same length, so every decode step has the same batch size."""
         return len(set(self.lengths)) == 1
 
@@ -50,8 +50,10 @@ class Case:
         return replace(self, lengths=(1,) * len(self.lengths))
 
     def warm_up(self) -> Case:
-        """A case that compiles the same kernels and records the same CUDA graphs: for ragged lengths, this case."""
-        return replace(self, lengths=(min(40, self.lengths[0]),) * len(self.lengths)) if self.is_even else self
+        """A case that compiles the same kernels and captures the same CUDA graphs: for ragged lengths, this case."""
+        if not self.has_equal_lengths:
+            return self
+        return replace(self, lengths=(min(40, self.lengths[0]),) * len(self.lengths))
 
 
 def cases_for(device: str, quick: bool) -> list[Case]:

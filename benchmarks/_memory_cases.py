@@ -39,8 +39,8 @@ def _lora(rank: int, block: str = "actor_rollout_ref.model") -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A run: `program` is train, sft or rm; `lengths`: tokens of every prompt and response; `rows`: prompts, or rows of
-    a supervised run."""
+    """A run: `program` is train, sft or rm; `lengths`: tokens of every prompt and response; `rows`: prompts of a
+    step, or rows of a step of a supervised run."""
 
     program: str
     shape: str

@@ -142,9 +142,12 @@ def _busy(clock: Path, whole: bool) -> list[float]:
 
 
 def _phase_rows(
-    work: Work, steps: list[dict[str, float]], computing: list[float], working: list[float], rate: float
+    work: Work, steps: list[dict[str, float]], method_seconds: list[float], call_seconds: list[float], rate: float
 ) -> list[dict[str, Any]]:
-    """One row per phase, and one for the step with idle time and the controller's share."""
+    """One row per phase, and one for the step with idle time and the controller's share.
+
+    `method_seconds`, `call_seconds`: `_busy` seconds of each step, without and with transfer of inputs and results.
+    """
     measured = range(1, len(steps))
     count = len(measured)
     forward = sum(work.forward_flops(step) for step in measured) / count
@@ -174,9 +177,9 @@ def _phase_rows(
         (value for step in measured for key, value in steps[step].items() if key.startswith("memory_gb/")), default=0.0
     )
     row: dict[str, Any] = {"phase": "step", "s": whole, "tokens/s": tokens / whole, "peak GB": peak or None}
-    if len(working) >= len(steps):
-        row["idle s"] = whole - sum(computing[step] for step in measured) / count
-        left = whole - reward - sum(working[step] for step in measured) / count
+    if len(call_seconds) >= len(steps):
+        row["idle s"] = whole - sum(method_seconds[step] for step in measured) / count
+        left = whole - reward - sum(call_seconds[step] for step in measured) / count
         row["controller %"] = 100 * max(0.0, left) / whole
     rows.append(row)
     return rows
@@ -186,7 +189,7 @@ MODEL, ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("model", 
 
 
 def base(work: Work, budget: int, checkpointing: bool, compiled: bool) -> list[str]:
-    """All features enabled, micro-batches of `budget` tokens; four times as many in passes without gradients."""
+    """All features enabled, micro-batches of `budget` tokens, four times as many tokens in passes without gradients."""
     return [
         f"{MODEL}.use_remove_padding=True",
         f"{MODEL}.enable_gradient_checkpointing={checkpointing}",

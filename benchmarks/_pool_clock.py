@@ -44,7 +44,7 @@ class Replica:
 
     def __init__(self, costs: Costs, slots: int) -> None:
         self._costs, self._slots = costs, slots
-        self._steps, self._at = 0.0, 0.0  # decode steps executed until this time
+        self._steps, self._at = 0.0, 0.0  # decode steps executed until the time `_at`
         self._running: list[tuple[float, int, Any]] = []  # (step at which it ends, serial number, owner)
         self._waiting: deque[tuple[int, Any]] = deque()
         self._number = 0

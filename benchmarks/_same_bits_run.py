@@ -77,8 +77,8 @@ def run_ppo_case(case: Case, task: dict[str, str], steps: Path, recorded: dict[s
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.utils import hf_tokenizer
 
-    whole_rows = without_shared_prefixes("actor_rollout_ref.actor.")
-    config = load_config(None, [*ppo_overrides(task, steps, *case.overrides), *whole_rows])
+    unshared = without_shared_prefixes("actor_rollout_ref.actor.")
+    config = load_config(None, [*ppo_overrides(task, steps, *case.overrides), *unshared])
     runner = TaskRunner()
     for role in ("actor_rollout", "critic", "reward_model", "ref_policy", "teacher"):
         getattr(runner, f"add_{role}_worker")(config)
@@ -108,8 +108,8 @@ def run_ppo_case(case: Case, task: dict[str, str], steps: Path, recorded: dict[s
 
 
 def without_shared_prefixes(block: str) -> list[str]:
-    """The override for passes over every row, whose sums have the order of earlier commits; none if the tree does not
-    have the key."""
+    """Overrides that disable shared prefixes, so that sums have the same order as in earlier commits; [] if the tree
+    does not have the key."""
     import verl
 
     files = (Path(verl.__file__).parent / "trainer" / "config").rglob("*.yaml")

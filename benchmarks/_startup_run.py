@@ -52,7 +52,7 @@ class Measurement:
     """User and system seconds by kind of process until the end."""
 
     def add_parts(self, phases: Iterable[tuple[str, float]], prefix: str = "") -> None:
-        """Add the seconds of phases; those of phases with one name are summed."""
+        """Add the seconds of phases; seconds of phases with the same name are summed."""
         for name, seconds in phases:
             self.parts[prefix + name] = self.parts.get(prefix + name, 0.0) + seconds
 
@@ -97,7 +97,7 @@ class ProcessSampler(threading.Thread):
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return
-        if line:  # a process that has ended has none
+        if line:  # empty for a process that has ended
             name = next((name for part, name in _PROCESSES if part in line), "others")
             self._seconds[pid] = (name, (int(fields[11]) + int(fields[12])) / _TICKS)
 

@@ -87,7 +87,7 @@ def _command(options: argparse.Namespace, work: Work, folder: Path, micro: int, 
 
 
 def _trl_rows(work: Work, steps: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """Means over steps: generation, rewards, the time between them and the update (the reference), the update."""
+    """A row per phase: means over steps. `between`: the rest of the rollout, such as log-probs of the reference."""
     count = len(steps)
     forward = sum(work.forward_flops(s["step"]) for s in steps) / count
     sampled = sum(int(work.lengths(s["step"]).sum()) for s in steps) / count

@@ -157,12 +157,12 @@ def sample_loop(name: str, batch: Batch) -> torch.Tensor:
         members[uid].append(i)
     scores = [float((rewards[i] * mask[i]).sum()) for i in range(len(mask))]
     values = [0.0] * len(mask)
-    differing_groups = sum(len(group) for group in members.values() if len({scores[i] for i in group}) > 1)
+    differing_samples = sum(len(group) for group in members.values() if len({scores[i] for i in group}) > 1)
     for group in members.values():
         group_scores = np.array([scores[i] for i in group])
         lengths = np.array([int(mask[i].sum()) for i in group])
         for i, value in zip(
-            group, group_values(name, group_scores, lengths, len(mask) / max(differing_groups, 1)), strict=True
+            group, group_values(name, group_scores, lengths, len(mask) / max(differing_samples, 1)), strict=True
         ):
             values[i] = float(value)
     if name == "gdpo":

@@ -115,8 +115,8 @@ class Asynchronous:
         self._prompts = work.stream()
         self._now = 0.0
         self._serial = -1
-        self._left: dict[int, int] = {}
-        self._at_once = rollout * slots
+        self._unfinished: dict[int, int] = {}
+        self._max_concurrent = rollout * slots
         self._utilization = self._new_utilization()
 
     def run(self, steps: int, warm_up: int) -> Result:
@@ -149,7 +149,7 @@ class Asynchronous:
         )
 
     def _new_utilization(self) -> Utilization:
-        return Utilization(lambda: self._now, self._at_once)
+        return Utilization(lambda: self._now, self._max_concurrent)
 
     def _step(self, version: int) -> tuple[list[PromptGroup], dict[str, float]]:
         step_begin = self._now
@@ -182,7 +182,7 @@ class Asynchronous:
             lengths = next(self._prompts)
             group = PromptGroup(self._serial, str(self._serial), len(lengths), version, state=lengths)
             self._buffer.add(group)
-            self._left[group.serial] = len(lengths)
+            self._unfinished[group.serial] = len(lengths)
             responses += [(tokens, group) for tokens in lengths]
         self._pool.add(responses, self._now)
         self._utilization.set_in_flight(self._pool.load)
@@ -190,9 +190,9 @@ class Asynchronous:
     def _finish(self, version: int) -> None:
         self._now, group = self._pool.finish()
         self._utilization.set_in_flight(self._pool.load)
-        self._left[group.serial] -= 1
-        if not self._left[group.serial]:
-            del self._left[group.serial]
+        self._unfinished[group.serial] -= 1
+        if not self._unfinished[group.serial]:
+            del self._unfinished[group.serial]
             self._buffer.mark_finished(group, group.sent_at)
 
 

@@ -19,7 +19,7 @@ per step: `equal` and `ragged` are (a) and (b) of training_step.py; `gsm8k` is G
 × 8 responses of up to 1,024 tokens that end by themselves (MODEL: the folder of examples/models/smollm2.py; DATA: that
 of examples/data_preprocess/gsm8k.py). `ragged` has max_staleness=3 in asynchronous modes, the others 1. All take one
 optimizer step per training step. A run takes its start-up (30 to 60 s on an H200 with warm caches, in $VERL_CACHE) and
---warm + --measured steps. Every run is written to FILE when it ends; --resume skips these.
+--warm + --measured steps. Every run is written to FILE when it ends; --resume skips the runs in FILE.
 
 `--learn` runs examples/smollm2 and needs its model and data folders (see its README). Without a GPU everything is tiny:
 this only tests the script.
@@ -149,7 +149,7 @@ def learn(options: argparse.Namespace, folder: Path, mode: str, seed: int) -> di
 
 
 def time_to_accuracy(records: Sequence[Mapping[str, Any]], goals: Sequence[float] = (0.5, 0.8)) -> dict[str, Any]:
-    """Seconds from the first validation to each goal (None: never), and where the run ended."""
+    """Seconds from the first validation to each goal (None: never); accuracy, step and seconds at the end."""
     if len(records) < 2:
         return {}
     start, last = records[0]["time"], records[-1]
@@ -252,7 +252,7 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     options.modes = options.modes or (["sync", "async"] if options.cases else ["sync", "one_step_off", "async"])
     if options.cases:
         if large:
-            parser.error("--cases: measure qwen2.5-7b without it")
+            parser.error("--cases does not support --shape qwen2.5-7b. Run this shape without --cases.")
         if options.resume and not options.json:
             parser.error("--resume: set --json, which contains the finished runs")
         if "gsm8k" in options.cases and not (options.model and options.data):
@@ -261,7 +261,7 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         return
     if options.steps is None:
         options.steps = 60 if options.learn else 5 if large or options.shape == "tiny" else 14
-    # The first pass for old log-probs, which compiles too, comes in the second step of a stream.
+    # Asynchronous modes first compute old log-probs in the second step, which compiles this pass.
     options.warm, options.ahead = min(options.warm, max(2, options.steps // 3)), min(options.ahead, options.steps // 5)
 
 

@@ -27,7 +27,7 @@ from verl.types.request import Request, SamplingParams
 
 _STEP_TOKENS = 8192
 _seeds = itertools.count()
-# Parts of kernel names by part of the step; the first match counts.
+# Substrings of kernel names by part of the step; the first match counts.
 _PARTS = {
     "attention": ("scaled_dot_product", "_decode", "_varlen", "_join_splits"),
     "sampling": ("_best_of",),
@@ -108,7 +108,7 @@ def decode_rows(
             engine.engine.step()
         engine.engine.drain()
 
-    run()  # records the CUDA graphs
+    run()  # captures the CUDA graphs
     kernels, wall = profile_run(run, steps, device)
     engine.engine.clear()
     weights = limits.read_ms(sequences, 0)

@@ -4,7 +4,8 @@
 
 The task, the models and the settings are those of `examples/distillation`. All students start from the same
 checkpoint and train for the same number of steps and responses; `answer tokens` is the number of trained tokens.
-Measured on 256 new questions, over the whole vocabulary. The trainer runs in this process, without Ray.
+All metrics are measured on 256 new questions, the KL over the whole vocabulary. The trainer runs in this process,
+without Ray.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _distill(
     runner.add_actor_rollout_worker(config)
     runner.add_teacher_worker(config)
 
-    class Counting(RayPPOTrainer):
+    class TokenCountingTrainer(RayPPOTrainer):
         def _log_metrics(self, metrics: dict[str, float], step: int) -> None:
             nonlocal tokens
             tokens += metrics["response_length/mean"] * distill.BATCH
@@ -100,7 +101,7 @@ def _distill(
     tokenizer = hf_tokenizer(str(distill.model_in(start)))
     data = create_rl_dataset(config.data.train_files, config.data, tokenizer, None)
     pools = runner.init_resource_pool_mgr(config)
-    trainer = Counting(
+    trainer = TokenCountingTrainer(
         config,
         tokenizer,
         runner.role_worker_mapping,

@@ -30,7 +30,7 @@ _TIMEOUT = 400
 
 @dataclass(frozen=True)
 class Mistake:
-    """A program, the overrides that contain the mistake (after preparing the folder), and the environment."""
+    """A mistake in the command of a program: `prepare` writes files to a folder and returns the wrong overrides."""
 
     name: str
     prepare: Callable[[Path], list[str]]

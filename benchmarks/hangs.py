@@ -33,7 +33,7 @@ import os, signal, threading, time
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
-class Stopping(RayPPOTrainer):
+class BenchmarkTrainer(RayPPOTrainer):
     def {method}(self, *args, **kwargs):
         if self.global_steps == 2:
             pid = self.actor_wg.processes[1].pid
@@ -51,7 +51,7 @@ import os
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
-class Stopping(RayPPOTrainer):
+class BenchmarkTrainer(RayPPOTrainer):
     def _compute_reward(self, *args, **kwargs):
         os.environ["STEP"] = str(self.global_steps)
         return super()._compute_reward(*args, **kwargs)
@@ -60,7 +60,7 @@ DETECTOR = """
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
-class Stopping(RayPPOTrainer):
+class BenchmarkTrainer(RayPPOTrainer):
     def _step(self, batch):
         ended = super()._step(batch)
         detector_ms = self.hang_detector.seconds * 1e3 / self.global_steps
@@ -95,7 +95,7 @@ def start(folder: Path, *more: str) -> subprocess.Popen[str]:
         *more,
     ]
     if (folder / "trainer.py").exists():
-        command.append(f"trainer.cls_path={folder / 'trainer.py'}:Stopping")
+        command.append(f"trainer.cls_path={folder / 'trainer.py'}:BenchmarkTrainer")
     run = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(make_task(folder), folder, *command)]
     return subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -146,7 +146,7 @@ def cost(folder: Path, limit: float) -> dict[str, Any]:
 
 
 def output_of(process: subprocess.Popen[str], limit: float) -> Iterator[str]:
-    """Yield the lines of its output; kill it after `limit` seconds."""
+    """Yield the output lines of the process; kill it after `limit` seconds."""
     timer = threading.Timer(limit, process.kill)
     timer.start()
     assert process.stdout is not None

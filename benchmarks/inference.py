@@ -57,7 +57,7 @@ def _row(engine: Any, system: str, case: Case, limits: HardwareLimits, slots: in
     engine.generate(case.warm_up(), 99)
     seconds = min(engine.generate(case, seed) for seed in range(repeats))
     row = {"case": case.name, "system": system, "tokens/s": round(case.tokens / seconds), "seconds": seconds}
-    if case.is_even and len(case.lengths) <= slots:
+    if case.has_equal_lengths and len(case.lengths) <= slots:
         count = len(case.lengths)
         engine.generate(case.prefill_only(), 49)
         prefill = min(engine.generate(case.prefill_only(), 50 + seed) for seed in range(repeats))

@@ -8,7 +8,7 @@
 placement are set, `trainer.auto_memory` decides; `full, larger micro-batches`: of 24,576 tokens. `lora`: activations
 are not checkpointed, and a micro-batch has one prompt with its responses; `lora, checkpointed`: without these keys. `s`
 of a step is the mean without the first step. The resumed run trains one more step from the checkpoint of step 3.
-Without enough space for a checkpoint, the run is measured without.
+If the disk has too little space for a checkpoint, none is saved.
 
 Without a GPU the model is tiny: this only tests the script.
 """

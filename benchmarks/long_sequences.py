@@ -1,7 +1,7 @@
 """Long sequences: update and log-probs at 32k and 64k tokens per sequence, generation of 16k-token responses.
 
     python benchmarks/long_sequences.py --json FILE                      # 1.5B on a GPU, all parts
-    python benchmarks/long_sequences.py --resume --json FILE             # continue: skip what FILE has
+    python benchmarks/long_sequences.py --resume --json FILE             # continue: skip measurements in FILE
     python benchmarks/long_sequences.py --parts plan                     # limit of one device and layouts beyond it
 
 Training: one packed row per micro-batch, prefixes not shared, gradient checkpointing, the AdamW optimizer of a run.
@@ -44,7 +44,7 @@ def measure_training(shape: str, length: int, rows: int, device: str, rate: floa
 
     config, prompt = shape_config(shape), length // PROMPT_SHARE
     data = batch(groups(Tokens(config.vocab_size, 1.0), rows, 1, prompt, length - prompt), config.vocab_size)
-    release_memory(device)  # of the engine of another length
+    release_memory(device)  # of the engine for the previous length
     engine = build_engine(shape, device, longest=length, compiled=device == "cuda")
     loss = PolicyLoss(as_config(ActorConfig, {"loss_agg_mode": "token-mean"}))
     micro = MicroBatching(max_tokens=length)
@@ -124,7 +124,9 @@ def plan_rows(shape: str, lengths: list[int], gpu: str) -> list[dict[str, Any]]:
                     rows.append(row)
                     break
             else:
-                rows.append({"plan": "update and generation", "tokens": length, "note": "fits on none of 1 to 16"})
+                rows.append(
+                    {"plan": "update and generation", "tokens": length, "note": "does not fit on 1 to 16 devices"}
+                )
     return rows
 
 

@@ -36,7 +36,7 @@ def rows_of(name: str, rows: int, size: tuple[int, int], bandwidth: float, rate:
     copies = max(1, min(28, (4 << 30) // (out_size * inner * 2)))
     weights = [torch.randn(out_size, inner, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(copies)]
     x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
-    wide = name == "head"
+    float32_out = name == "head"
     expected = linear(x, weights[0]).float()
     read, multiply = out_size * inner * 2 / bandwidth * 1e6, 2 * rows * out_size * inner / rate * 1e6
     results: list[dict[str, Any]] = []
@@ -58,14 +58,14 @@ def rows_of(name: str, rows: int, size: tuple[int, int], bandwidth: float, rate:
             row["error"] = ((result.float() - expected).norm() / expected.norm()).item()
         results.append(row)
 
-    if not wide:
+    if not float32_out:
         add("torch", lambda i: linear(x, weights[i]))
     add("torch, float32 out", lambda i: torch.mm(x, weights[i].t(), out_dtype=torch.float32))
     if name == "qkv":
         bias = torch.randn(out_size, device="cuda", dtype=torch.bfloat16)
         add("torch, with bias", lambda i: linear(x, weights[i], bias))
-    out = torch.empty(rows, out_size, device="cuda", dtype=torch.float32 if wide else torch.bfloat16)
-    library = CublasLt(rows, out_size, inner, wide)
+    out = torch.empty(rows, out_size, device="cuda", dtype=torch.float32 if float32_out else torch.bfloat16)
+    library = CublasLt(rows, out_size, inner, float32_out)
     for number, choice in enumerate(library.choices(12)):
         implementation = f"cuBLASLt choice {number} (waves {choice.waves:.2f}, workspace {choice.workspace >> 10} KB)"
         add(implementation, lambda i, choice=choice: library.run(choice, x, weights[i], out), out)
@@ -86,8 +86,8 @@ def main() -> None:
     for name, size in weights_of(shape).items():
         for rows in args.rows:
             results = rows_of(name, rows, size, bandwidth, rate)
-            first, slower = results[0], sorted(results[1:], key=lambda row: row["us"])
-            report(f"{name} {list(size)}, {rows} rows", [first, *slower[:5]], args.json)
+            first, others = results[0], sorted(results[1:], key=lambda row: row["us"])
+            report(f"{name} {list(size)}, {rows} rows", [first, *others[:5]], args.json)
 
 
 class CublasLt:
@@ -96,10 +96,10 @@ class CublasLt:
     _BF16, _FLOAT, _COMPUTE_FLOAT = 14, 0, 68
     _TRANSPOSE_A, _WORKSPACE = 3, 1
 
-    def __init__(self, rows: int, out: int, inner: int, wide: bool) -> None:
+    def __init__(self, rows: int, out: int, inner: int, float32_out: bool) -> None:
         self._library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
         self._handle = self._create("cublasLtCreate")
-        kind = self._FLOAT if wide else self._BF16
+        kind = self._FLOAT if float32_out else self._BF16
         self._layouts = [
             self._layout(self._BF16, inner, out, inner),
             self._layout(self._BF16, inner, rows, inner),

@@ -222,7 +222,7 @@ def read_results(file: Path) -> dict[str, dict[str, Any]]:
 
 def table(results: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return a row per phase of every case, one of the whole step, whose peak may be in a phase without a plan (a
-    weight sync), and one of its host."""
+    weight sync), and one of the host memory."""
     rows: list[dict[str, Any]] = []
     for result in results:
         names = {"case": result["case"], "commit": result["commit"]}

@@ -3,11 +3,11 @@
     python benchmarks/prefix_sharing.py                              # 1.5B on a GPU, all cases and attention variants
     python benchmarks/prefix_sharing.py --shape tiny --scale 0.1     # on a CPU
 
-One engine in one process runs every case with sharing off and on, in turns. The learning rate is 0, so that all runs
+One engine in one process runs every case alternately with sharing off and on. The learning rate is 0, so that all runs
 of a case compute the same loss and gradient; `loss` and `gradient` show the relative difference from sharing off.
 `bound` is the ratio of operations (layers, attention, head) without and with sharing, and `tokens/s` and `MFU` count
-the work without sharing; `computed MFU` counts the work done. On the agent case every turn is a row whose prompt lacks
-the reasoning of earlier turns.
+the work without sharing; `computed MFU` counts the least work with sharing. In the agent case every turn
+is a row whose prompt lacks the reasoning of earlier turns.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Process pools with time limits: ours (verl/utils/process_pool) compared with pebble and loky.
 
-    python benchmarks/process_pool.py [--calls 4000] [--pools ours pebble loky] [--json results.jsonl]   (needs both)
+    python benchmarks/process_pool.py [--calls 4000] [--pools ours pebble loky] [--json results.jsonl]
 
-Two workers each, in a process that has torch and Ray loaded, as a trainer has. pebble runs on multiprocessing's fork
-server, its fastest start method that does not fork this process; loky has no time limits, so a hanging call requires
-killing the executor with all its calls and starting another. Rows with "lost" count other calls
-without a result; rows about processes wait up to eight seconds.
+Needs the packages of the selected pools. Each pool has two workers and is in a process that has torch and Ray loaded,
+like a trainer. pebble runs on multiprocessing's fork server, its fastest start method that does not fork this process;
+loky has no time limits, so a hanging call requires killing the executor with all its calls and starting another. Rows
+with "lost" count other calls without a result; rows about processes wait up to eight seconds.
 """
 
 from __future__ import annotations

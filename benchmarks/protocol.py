@@ -207,7 +207,7 @@ def pickle_out_of_band(value: Any) -> Any:
 
 
 def median_seconds(call: Callable[[], Any], repeats: int, pause: float = 0.0) -> float:
-    """Median time of a call after two to warm up; its result is freed outside the clock."""
+    """Median time of a call after two warm-up calls; freeing its result is not timed."""
     times = []
     for _ in range(repeats + 2):
         gc.collect()
@@ -231,7 +231,7 @@ def fitting_rows(rows: int, tokens: int, fields: int) -> int:
 
 
 def field_types(count: int) -> dict[str, torch.dtype]:
-    """The first `count` columns; names repeat with a number beyond six."""
+    """Names and dtypes of `count` columns; beyond six, the names are repeated with a numeric suffix."""
     names = list(FIELDS)
     return {
         names[i % len(names)] + (f"_{i // len(names)}" if i >= len(names) else ""): FIELDS[names[i % len(names)]]

@@ -1,6 +1,6 @@
 """Write a recording of realistic size, and measure how long it takes to open it and to read one step.
 
-    python benchmarks/recording.py [FOLDER] [--steps 1000] [--groups 128] [--answers 8] [--tokens 400] [--seed 0]
+    python benchmarks/recording.py [FOLDER] [--steps 100] [--groups 128] [--answers 8] [--tokens 400] [--seed 0]
 
 The recording (`FOLDER/record`) has all streams: metrics with a learning curve, phases of 8 ranks, engine and device
 series, groups, trajectories with texts and log-probs, validation responses every 20 steps, a restart in the middle of
@@ -133,7 +133,7 @@ class _Texts:
         self._words = np.array([f" {word}{index}" if index else f" {word}" for index in range(200) for word in _WORDS])
 
     def ids(self, count: int) -> np.ndarray:
-        """Zipf-like: few tokens are frequent, as in language."""
+        """Token ids with Zipf-like frequencies: few tokens are frequent, as in natural language."""
         return np.minimum(self._rng.zipf(1.4, count) - 1, len(self._words) - 1).astype(np.int32)
 
     def text(self, ids: np.ndarray) -> str:

@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/recording_cost"))
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-0.5b" if cuda else "tiny")
     parser.add_argument("--steps", type=int, default=7 if cuda else 12)
-    parser.add_argument("--order", default="off,on,on,off", help="runs, separated by commas")
+    parser.add_argument("--order", default="off,on,on,off", help="the runs, separated by commas: on (recorded) or off")
     parser.add_argument("--limit", type=float, default=270.0, help="maximum seconds of a run")
     parser.add_argument("--json", help="append the tables to this file")
     options = parser.parse_args()
@@ -74,7 +74,7 @@ class Run:
 
 
 def train(work: Work, folder: Path, is_recorded: bool, limit: float) -> Run:
-    """Train, and read the steps."""
+    """Execute a training run; return its measured steps."""
     run_name = "recorded" if is_recorded else "not_recorded"
     run, metrics = folder / run_name, folder / "runs" / "training_step" / run_name / "metrics.jsonl"
     shutil.rmtree(run, ignore_errors=True)

@@ -83,7 +83,7 @@ def measure_sft(shape: str, folder: Path, options: argparse.Namespace, rate: flo
 def new_entry(values: Mapping[str, float], runs: int) -> dict[str, Any]:
     """The entry of these values, with commit, machine and versions."""
     return {
-        "commit": _git("rev-parse", "--short=8", "HEAD"),
+        "commit": _git("rev-parse", "--short=8", "HEAD") or "unknown",
         "changed_files": len(_git("status", "--porcelain", "--untracked-files=no").splitlines()),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "machine": machine_name(),
@@ -127,7 +127,7 @@ def _processor() -> str:
 
 def _git(*arguments: str) -> str:
     result = subprocess.run(["git", "-C", str(HERE), *arguments], capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    return result.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -7,7 +7,7 @@
 
 1,024 responses of equal length (128 prompts × 8, 104 prompt and 288 response tokens, `ignore_eos`), the shape of
 Qwen2.5-0.5B with random weights, native engine. Every pair of source tree and mode is a `main_ppo` program on Ray with
-the ordinary trainer; all of them stay loaded on the device and execute their steps in turn, A B C A B C …
+the ordinary trainer; all of them stay loaded on the device and execute their steps in turn, A B C, B C A, …
 (`InterleavedRuns`): clock and temperature drift affects all runs equally, and only one run computes at a time. By
 default no weights are updated (`trainer.critic_warmup`, old log-probs from the rollout): `--update` trains as well.
 Without `--trees`, the package on PYTHONPATH is measured.

@@ -46,18 +46,20 @@ def measure(runs: int = 200, threads: int = 2) -> list[dict[str, Any]]:
         warm()
         label = f"sandbox, {sandbox.isolation}"
         rows.append(_row(f"{label}: warm", _seconds(warm, runs, _PAUSE_SECONDS)))
-        rows.append(_row(f"{label}: back to back", _seconds(warm, runs), total=True))
+        rows.append(_row(f"{label}: back to back", _seconds(warm, runs), with_rate=True))
         began = time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(lambda _: warm(), range(runs)))
         rows.append({"case": f"{label}: {threads} threads", "starts/s": runs / (time.perf_counter() - began)})
         with sandbox.session() as session:
             cell = _seconds(lambda: session.execute("6 * 7"), runs)
-        rows.append(_row("a cell of a session", cell, total=True))
+        rows.append(_row("a cell of a session", cell, with_rate=True))
     rows.append(_row("sandbox: cold, with start-up and shutdown", _seconds(_cold, max(runs // 20, 3))))
-    rows.append(_row("baseline: subprocess.run([python, '-c', …])", _seconds(_plain, max(runs // 4, 3)), total=True))
+    rows.append(
+        _row("baseline: subprocess.run([python, '-c', …])", _seconds(_plain, max(runs // 4, 3)), with_rate=True)
+    )
     forks = subprocess.run([sys.executable, "-c", _FORKS, str(runs)], capture_output=True, text=True, check=True)
-    rows.append(_row("limit: fork, _exit, wait", list(map(float, forks.stdout.split())), total=True))
+    rows.append(_row("limit: fork, _exit, wait", list(map(float, forks.stdout.split())), with_rate=True))
     return rows
 
 
@@ -81,14 +83,14 @@ def _seconds(action: Callable[[], object], runs: int, pause: float = 0.0) -> lis
     return seconds
 
 
-def _row(label: str, seconds: list[float], total: bool = False) -> dict[str, Any]:
+def _row(label: str, seconds: list[float], with_rate: bool = False) -> dict[str, Any]:
     ordered = sorted(seconds)
     row = {
         "case": label,
         "p50 ms": statistics.median(ordered) * 1e3,
         "p99 ms": ordered[min(int(len(ordered) * 0.99), len(ordered) - 1)] * 1e3,
     }
-    return {**row, "starts/s": len(ordered) / sum(ordered)} if total else row
+    return {**row, "starts/s": len(ordered) / sum(ordered)} if with_rate else row
 
 
 def main() -> None:

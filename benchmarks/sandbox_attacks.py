@@ -70,7 +70,7 @@ def _column(without: str, user: int | None, kind: str) -> list[dict[str, Any]]:
     process = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     if process.returncode:
         raise RuntimeError(
-            f"the attacks without {without or 'nothing'} ended with {process.returncode}: {process.stderr}"
+            f"attacks with disabled features {without or '(none)'}: exit code {process.returncode}: {process.stderr}"
         )
     rows: list[dict[str, Any]] = json.loads(process.stdout.splitlines()[-1])["rows"]
     return rows

@@ -17,7 +17,8 @@ from _ours_step import run
 from _report import report
 from _training_work import Work
 
-# One parameter is varied at a time; the others have their first value.
+# One parameter is varied at a time. The others have their first value, but ranks have their last value when prompts or
+# lengths are varied.
 RANKS = (1, 2, 4)
 PROMPTS = (8, 32)
 LENGTHS = (16, 64)

@@ -134,12 +134,12 @@ def megatron_rows(core: CoreShape, world: int, work: Work) -> Iterator[Row]:
         parts = state | model.update(tokens, tokens, math.ceil(micro_batches))
         sent = model.communication(work.sequences * work.length / layout.dp)
         bubble = layout.bubble(math.ceil(micro_batches))
-        near = {"tensor": tp, "expert": ep * etp, "data": world, "pipeline": 2 * NODE, "context": 1}
-        links = {kind: INSIDE if near[kind] <= NODE else BETWEEN for kind in sent}
-        waiting = (
+        group_sizes = {"tensor": tp, "expert": ep * etp, "data": world, "pipeline": 2 * NODE, "context": 1}
+        links = {kind: INSIDE if group_sizes[kind] <= NODE else BETWEEN for kind in sent}
+        transfer_seconds = (
             sum(sent[kind] / links[kind] for kind in ("tensor", "expert", "pipeline")) + sent["data"] / links["data"]
         )
-        seconds = (compute_seconds(core, world, work) + waiting) / (1 - bubble)
+        seconds = (compute_seconds(core, world, work) + transfer_seconds) / (1 - bubble)
         yield Row(layout_name(layout), micro, parts, sent, bubble, seconds)
 
 

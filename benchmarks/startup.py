@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def before_tree(commit: str, folder: Path) -> Path:
-    """Check out a commit."""
+    """Check out a commit as a git worktree in `folder`."""
     from same_bits import git
 
     git("worktree", "prune")

@@ -42,11 +42,11 @@ from _trl_runs import has_trl, measure_trl, trl_variant
 
 ENGINE = "verl engine"
 PRECISION = "weights float32, moments float32"
-"""Of the trained weights in verl, by default (`fsdp_config`, `optim.state_dtype`)."""
+"""Dtypes of trained weights and their moments in verl by default (`fsdp_config`, `optim.state_dtype`)."""
 SYSTEMS = ("ours", "trl", "trl-vllm")
 CHECKPOINTED = ("qwen2.5-7b",)
 """Shapes whose activations do not fit without checkpointing."""
-# (system, variant, case, phase) of verl and of the comparison; minimum ratio of their times.
+# (label, rows of verl, rows of the comparison, minimum ratio of their times); rows as (system, variant, case, phase).
 RATIOS = (
     ("step (a), speed-up over TRL", ("verl", "all on", "a", "step"), ("trl", "float32", "a", "step"), 5.0),
     (
@@ -115,7 +115,8 @@ def complete_steps(options: argparse.Namespace, work: Work, folder: Path, rate: 
                 runs.append((system, trl_variant(options), partial(measure_trl, options, work, folder, rate, vllm)))
             else:
                 print(f"{system}: TRL{' or vLLM' if vllm else ''} is not installed: skipped", flush=True)
-    measured = {_run_key(row) for row in _all_rows(options.json)} if options.resume and options.json else set()
+    rows_in_file = _all_rows(options.json) if options.resume and options.json else []
+    measured = {_run_key(row) for row in rows_in_file if row.get("phase") == "step" and "s" in row}
     for system, variant, measure_run in runs[:: -1 if repetition % 2 else 1]:
         labels = {"system": system, "variant": variant, "case": work.case, "shape": work.shape}
         if _run_key({**labels, "repetition": repetition}) in measured:
@@ -127,9 +128,7 @@ def complete_steps(options: argparse.Namespace, work: Work, folder: Path, rate: 
 
 
 def _run_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Identify a run; runs that failed are repeated."""
-    names = ("system", "variant", "case", "shape", "repetition")
-    return tuple(row.get(name) for name in names) if row.get("phase") == "step" and "s" in row else ()
+    return tuple(row.get(name) for name in ("system", "variant", "case", "shape", "repetition"))
 
 
 def engine_only(options: argparse.Namespace, work: Work, folder: Path, rate: float) -> None:

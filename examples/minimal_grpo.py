@@ -12,7 +12,7 @@ Differences from a full run:
 - No padding of prompts: all have the same length. Responses may end early; `mask` marks their tokens.
 - No generation engine: the sequence is recomputed for every token; a KV cache does not pay off for so few tokens.
 - No weight sync: one model samples and trains, so the log-probs of sampling are those of the old policy. A full run has
-  two engines, recomputes them in the trainer and logs the difference.
+  two engines, recomputes the log-probs in the trainer and logs the difference.
 - No micro-batches or ranks: a full run accumulates gradients and divides by token counts over all ranks.
 - No checkpoints, trackers, failing rewards or non-finite gradients: see `verl/trainer/ppo/ray_trainer.py`; its
   `_train_step` has the same phases as `train` below.
@@ -167,9 +167,9 @@ def update(
     options: Options,
 ) -> dict[str, float]:
     """One pass over mini-batches of complete groups: clipped ratio and KL loss. Returns the metrics of the last one."""
-    rows_per_step = options.mini_batch_prompts * options.answers
+    mini_batch_rows = options.mini_batch_prompts * options.answers
     metrics: dict[str, float] = {}
-    for rows in torch.arange(len(samples.index)).split(rows_per_step):
+    for rows in torch.arange(len(samples.index)).split(mini_batch_rows):
         logits = response_logits(model, samples.input_ids[rows], samples.responses.shape[1]) / options.temperature
         log_probs = logprobs_from_logits(logits, samples.responses[rows])
         mask = samples.mask[rows]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 PROMPTS, RESPONSES, RANKS, MINI, MICRO = 8, 4, 2, 4, 4
 WIDTH, HEIGHT, LEFT = 750, 430, 200
-CELL, GAP, HALF = 13, 3, 290
+CELL, GAP, COLUMN = 13, 3, 290
 # Readable on light and dark pages.
 TEXT, LINE = "#808080", "#80808088"
 COLOURS = ("#3f51b5", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#6d4c41", "#9e9d24")
@@ -52,14 +52,14 @@ def draw() -> str:
     parts.append(text(8, 290, f"micro-batches of {MICRO}"))
     parts.append(text(8, 305, "actor.ppo_micro_batch_size_per_gpu", size=9))
     for number in range(PROMPTS // MINI):
-        x = LEFT + number * HALF
-        parts.append(frame(x, 140, HALF - 14, 240))
+        x = LEFT + number * COLUMN
+        parts.append(frame(x, 140, COLUMN - 14, 240))
         parts.append(
-            text(x + (HALF - 14) / 2, 160, f"mini-batch {number + 1}: {MINI * RESPONSES} samples", 12, "middle")
+            text(x + (COLUMN - 14) / 2, 160, f"mini-batch {number + 1}: {MINI * RESPONSES} samples", 12, "middle")
         )
         for rank in range(RANKS):
             parts += _rank(x + 10 + rank * 132, number, rank)
-        parts.append(text(x + (HALF - 14) / 2, 370, f"= optimizer step {number + 1}", 12, "middle"))
+        parts.append(text(x + (COLUMN - 14) / 2, 370, f"= optimizer step {number + 1}", 12, "middle"))
     parts.append(
         text(LEFT, 408, "micro-batches add up gradients: they change memory and speed, not the result", size=12)
     )

@@ -23,7 +23,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 def read_curve(path: Path, key: str) -> list[tuple[float, float]]:
-    """(step, value) of the steps that have the metric; keys that end with `key` count."""
+    """(step, value) of the steps that have the metric `key`, or one whose name ends with `/` and `key`."""
     curve = []
     for line in path.read_text().splitlines():
         row = json.loads(line)

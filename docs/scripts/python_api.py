@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What users' own code subclasses, calls or decorates with: (module to import from, file that defines it, names).
+# Names that user code subclasses, calls or uses as decorators: (module to import from, file that defines them, names).
 SECTIONS: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
     "Configuration": [
         ("verl.config", "config/load.py", ("load_config",)),

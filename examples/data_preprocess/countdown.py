@@ -33,7 +33,7 @@ def main() -> None:
     for split, size in (("test", options.test_size), ("train", options.train_size)):
         rows = [training_row(*puzzle, index, split) for index, puzzle in zip(range(size), puzzles, strict=False)]
         if len(rows) < size:
-            raise SystemExit(f"--{split}_size: only {len(rows)} more puzzles exist. Raise --largest or --numbers.")
+            raise SystemExit(f"--{split}_size: only {len(rows)} new puzzles found. Raise --largest or --numbers.")
         raw_data.save(rows, options.local_save_dir, split)
 
 

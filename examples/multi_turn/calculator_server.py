@@ -1,4 +1,4 @@
-"""The same calculator as an MCP server, with the official SDK: `python calculator_server.py` serves MCP over stdio."""
+"""The tool of calculator.py on an MCP server with the official SDK: `python calculator_server.py` serves over stdio."""
 
 import sys
 from pathlib import Path

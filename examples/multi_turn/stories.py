@@ -39,7 +39,7 @@ class Story:
 
     def conversation(self, rng: random.Random) -> list[dict[str, str]]:
         """A demonstration for the warm start."""
-        system = {"role": "system", "content": "calculate"}  # as the template lists the tools
+        system = {"role": "system", "content": "calculate"}  # same text as the tool list of the chat template
         messages = [system, {"role": "user", "content": self.question}]
         if rng.random() >= CALLS:
             return [*messages, {"role": "assistant", "content": f"#### {rng.randint(0, 2 * LARGEST)}"}]

@@ -37,14 +37,14 @@ class Problem:
     @property
     def steps(self) -> tuple[int, int]:
         """The result of each step."""
-        half = self.first + (self.second if self.signs[0] == "+" else -self.second)
-        return half, half + (self.third if self.signs[1] == "+" else -self.third)
+        intermediate = self.first + (self.second if self.signs[0] == "+" else -self.second)
+        return intermediate, intermediate + (self.third if self.signs[1] == "+" else -self.third)
 
     @property
     def solution(self) -> str:
-        half, result = self.steps
-        first = f"{self.first} {self.signs[0]} {self.second} = {half}."
-        return f"{first} {half} {self.signs[1]} {self.third} = {result}."
+        intermediate, result = self.steps
+        first = f"{self.first} {self.signs[0]} {self.second} = {intermediate}."
+        return f"{first} {intermediate} {self.signs[1]} {self.third} = {result}."
 
 
 SHOWN = (Problem(12, 5, 9, "+-"), Problem(15, 7, 4, "-+"))
@@ -75,7 +75,8 @@ def row(problem: Problem, split: str, index: int) -> dict[str, Any]:
 
 def make(folder: Path, train: int, test: int, largest: int, seed: int) -> None:
     """Write `train.parquet` and `test.parquet`; they have no problem in common."""
-    # Three of eight draws have a negative result; if few of the others are left, drawing takes too long.
+    # Three of eight draws have a negative intermediate result or result. If most of the other problems are already in
+    # use, drawing takes too long.
     if train + test > 4 * (largest - 1) ** 3 // 2:
         raise SystemExit(f"--largest {largest}: too few problems for {train + test} rows. Raise it.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,6 @@ from verl.utils.reward_score.gsm8k import extract_solution
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
-    """1 or 0."""
+    """Return 1.0 if the last number of the response equals `ground_truth`, else 0.0."""
     answer = extract_solution(solution_str, method="flexible")
     return float(answer is not None and float(answer) == float(ground_truth))

@@ -138,7 +138,7 @@ def reward_model_overrides(files: dict[str, Path], folder: Path) -> list[str]:
 
 
 def ppo_overrides(files: dict[str, Path], folder: Path) -> list[str]:
-    """Overrides of PPO with the trained reward model. It does not check calculations; the KL penalty preserves them."""
+    """Overrides of PPO with the reward model, which does not check calculations; the KL penalty preserves them."""
     return [
         *quickstart.training_overrides("ppo", files, folder / "sft", folder),
         "trainer.n_gpus_per_node=1",
