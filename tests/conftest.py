@@ -59,7 +59,7 @@ MARKED_FOLDERS = {
     "gpu": "gpu",
 }
 
-# Matches files whose tests use the Ray cluster: by its fixture, or by fixtures of tests/distributed that request it.
+# Matches files that use the Ray cluster: by its fixture, a fixture of tests/distributed that requests it, or an import.
 _USES_RAY = re.compile(r"ray_cluster|cpu_pool|counters|single_controller\.ray")
 
 
@@ -79,14 +79,17 @@ def _may_start_processes(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marks implied by folders and fixtures; tests without either mark themselves as `processes`."""
+    """Add the marks implied by folders and fixtures. Other tests that start processes carry the mark `processes`."""
     for item in items:
         if "distributed" in item.path.parts or "ray_cluster" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.processes)
         if "engines" in item.path.parts:
             item.add_marker(pytest.mark.engines)
         if item.get_closest_marker("processes") is not None and not _may_start_processes(item.path):
-            raise pytest.UsageError(f"{item.nodeid}: name the fixture ray_cluster or the mark processes in its file.")
+            raise pytest.UsageError(
+                f"{item.nodeid} is marked `processes`, but its file names neither `ray_cluster` nor `mark.processes`: "
+                "`-m processes` would not collect the file. Mark the test with @pytest.mark.processes there."
+            )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -125,7 +128,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture
 def logging_as_before() -> Iterator[None]:
-    """Restore logging after tests of commands, which log to the stderr of their test; it is closed afterwards."""
+    """Restore the logger `verl` after a test: commands log to the captured stderr, which closes with the test."""
     logger = logging.getLogger("verl")
     before = (logger.level, list(logger.handlers), logger.propagate)
     yield

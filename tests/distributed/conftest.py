@@ -1,4 +1,4 @@
-"""Groups that several tests share: starting processes is the slow part."""
+"""Worker groups that several tests share, because starting processes is slow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cpu_pool(ray_cluster: None) -> Iterator[RayResourcePool]:
 
 @pytest.fixture
 def start(cpu_pool: RayResourcePool) -> Iterator[Callable[..., RayWorkerGroup]]:
-    """Start a group of two ranks; it ends with the test."""
+    """Start a group of two ranks; it is shut down after the test."""
     started: list[RayWorkerGroup] = []
 
     def start_group(cls: type, *args: object, **kwargs: object) -> RayWorkerGroup:
@@ -36,7 +36,7 @@ def start(cpu_pool: RayResourcePool) -> Iterator[Callable[..., RayWorkerGroup]]:
 
 @pytest.fixture(scope="session")
 def ray_counters(cpu_pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
-    """Two `Counter` ranks on Ray, for tests that leave no trace in them."""
+    """Two `Counter` ranks on Ray, for tests that do not change their state."""
     env = {"VERL_TEST_WORKER_ENV": "given"}
     with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 5), worker_env=env) as group:
         yield group

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def ray_gpu() -> Iterator[None]:
-    """Started on first use; not beside `ray_cluster`, which has no GPU."""
+    """Started on first use. A session cannot use `ray_cluster`, too: that node has no GPU."""
     import ray
 
     ray.init(include_dashboard=False, log_to_driver=False, object_store_memory=2 * 1024**3)

@@ -1,4 +1,4 @@
-"""Megatron-Core on the CPU, here and in every process that a test starts; how far layouts are from one rank."""
+"""Megatron-Core on the CPU, in this process and those that tests start; a table of gaps to FSDP on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHIM = Path(__file__).parent / "shims" / "sitecustomize.py"
 
 
 def _installed() -> bool:
-    """Whether Core is there (make setup-megatron): this folder, too, is called megatron."""
+    """Whether Megatron-Core is installed (make setup-megatron). `import megatron` may also find this folder."""
     try:
         return find_spec("megatron.core") is not None
     except ModuleNotFoundError:
@@ -28,7 +28,7 @@ collect_ignore_glob = [] if INSTALLED else ["test_*"]
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A local Ray node on which four ranks and the programs beside them find room."""
+    """A local Ray node with CPUs for four ranks and the other actors of a run."""
     import ray
 
     ray.init(num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=512 * 1024**2)
@@ -38,7 +38,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cases(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
-    """The layouts and models that the chosen tests of a module ask for: its ranks start once, and do no more."""
+    """(layout, model) of the selected tests of a module: its ranks start once and compute only these cases."""
     here = [
         item.callspec.params
         for item in request.session.items
@@ -49,30 +49,30 @@ def cases(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def gap(request: pytest.FixtureRequest) -> Any:
-    """`gap(quantity, how far)`: noted for the table, and held to be rounding."""
+    """`gap(quantity, value)`: record a difference for the table and require that it is at most 1e-5."""
 
-    def note(quantity: str, value: float) -> None:
+    def record(quantity: str, value: float) -> None:
         layout, model = (request.node.callspec.params[name] for name in ("layout", "model"))
         request.node.user_properties.append(("gap", (layout, model, quantity, value)))
         assert value <= 1e-5, quantity
 
-    return note
+    return record
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """The largest gap to FSDP on one rank, by layout, model and quantity."""
     reports = [report for outcome in ("passed", "failed") for report in terminalreporter.stats.get(outcome, [])]
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    gaps: dict[tuple[str, str], dict[str, float]] = {}
     for report in reports:
-        for layout, model, quantity, value in (each for name, each in report.user_properties if name == "gap"):
-            row = found.setdefault((layout, model), {})
+        for layout, model, quantity, value in (gap for name, gap in report.user_properties if name == "gap"):
+            row = gaps.setdefault((layout, model), {})
             row[quantity] = max(value, row.get(quantity, 0.0))
-    if not found:
+    if not gaps:
         return
-    quantities = list(dict.fromkeys(quantity for row in found.values() for quantity in row))
+    quantities = list(dict.fromkeys(quantity for row in gaps.values() for quantity in row))
     terminalreporter.section("largest gap to FSDP on one rank, float32")
     terminalreporter.line(f"{'layout':22}{'model':14}" + "".join(f"{quantity:>16}" for quantity in quantities))
-    for (layout, model), row in found.items():
+    for (layout, model), row in gaps.items():
         shown = (f"{row[quantity]:16.1e}" if quantity in row else " " * 16 for quantity in quantities)
         terminalreporter.line(f"{layout:22}{model:14}" + "".join(shown).rstrip())
 

@@ -50,7 +50,7 @@ def save_adapter(folder: Path, model: Any) -> str:
 
 
 def engine_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The adapter of `peft_model` by the engine's names, scale included."""
+    """The adapter of `peft_model` under the engine's parameter names; the LoRA scale is multiplied into `lora_B`."""
     settings = model.peft_config["default"]
     scale = settings.lora_alpha / (settings.r**0.5 if settings.use_rslora else settings.r)
     tensors = {}

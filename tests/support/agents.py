@@ -120,7 +120,7 @@ class HangingLoop(AgentLoopBase):
 
 
 class SlowCancelLoop(AgentLoopBase):
-    """Sample 0 waits in a tool whose cancellation takes until `may_exit` is set."""
+    """Sample 0 waits in a tool; if it is cancelled, it continues when `may_exit` is set."""
 
     entered, may_exit = threading.Event(), threading.Event()
 
@@ -159,9 +159,9 @@ class RecordingHandle(RankHandle):
 
 
 class DyingHandle(RecordingHandle):
-    """A replica that dies when it has reported more than `dies_after` tokens of unfinished outputs; None: it does not.
+    """A replica that dies when it has reported more than `dies_after` tokens of unfinished outputs (None: never).
 
-    `resumed`: number of tokens that its requests were resumed from.
+    `resumed`: number of tokens that were already generated when requests were submitted to it.
     """
 
     dies_after: int | None = 10

@@ -36,7 +36,7 @@ class BreakingRollout(NativeRollout):
     def submit(self, requests: Sequence[Request]) -> list[Future[Output]]:
         if not any(request.id == FAILING_REQUEST for request in requests):
             return super().submit(requests)
-        # As an error in a step: after `submit` has returned, and before the requests have finished.
+        # Like an error in a step: raised after `submit` has returned and before the requests have finished.
         self.loop.pause("keep")
         futures = super().submit(requests)
         error = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

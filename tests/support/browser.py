@@ -13,7 +13,7 @@ _TIMEOUT_S = 20
 
 
 def missing_browser() -> str | None:
-    """Return which program is missing; None if a browser can be opened."""
+    """Return a message that names the missing program; None if a browser can be opened."""
     return next(
         (f"{name} is not installed" for name in ("chromium", "chromedriver") if shutil.which(name) is None), None
     )
@@ -21,7 +21,7 @@ def missing_browser() -> str | None:
 
 @contextmanager
 def open_browser(width: int = 1400, height: int = 1100) -> Iterator[Browser]:
-    """Debian's chromium, driven by selenium."""
+    """Open Debian's chromium with selenium; close it when the block ends."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -38,7 +38,7 @@ def open_browser(width: int = 1400, height: int = 1100) -> Iterator[Browser]:
 
 
 class Browser:
-    """A headless browser with the few actions that the tests need. `errors` are those of the page's console."""
+    """A headless browser with the actions that the tests need. `errors` returns the errors in the page's console."""
 
     def __init__(self, driver: Any) -> None:
         self.driver = driver

@@ -229,7 +229,7 @@ FAMILIES = {
 def chat_tokenizer(family: str, words: str | None = "") -> Any:
     """A BPE tokenizer that can encode every string, with the special tokens and the template of a family.
 
-    `words` replaces the family's pre-tokenization pattern.
+    `words` replaces the family's pre-tokenization pattern ("": keep it; None: no pre-tokenization).
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -17,7 +17,7 @@ def run_script(script: str, tmp_path: Path, *extra: str, exit_code: int = 0) -> 
     arguments_file = tmp_path / "arguments"
     arguments_file.unlink(missing_ok=True)
     python3 = programs / "python3"
-    # Not recorded: the modules of a recipe and its retriever.
+    # Not recorded: `python3 -c`, the modules of a recipe and its retriever.
     ignored = '"-c "*|"-m recipe."*|"-m verl.search."*'
     record_command = f"""case "$1 $2" in {ignored}) ;; *) printf '%s\\0' "$@" > '{arguments_file}' ;; esac"""
     python3.write_text(f"#!/bin/sh\n{record_command}\nexit {exit_code}\n")
@@ -31,7 +31,7 @@ def run_script(script: str, tmp_path: Path, *extra: str, exit_code: int = 0) -> 
 def compose_config(arguments: list[str]) -> Any:
     """Return the configuration of `python3 -m module key=value …` without checking that its files exist.
 
-    Composed without Hydra, ten times faster; tests/unit/config/test_command_line.py proves both ways equal.
+    Without Hydra, which takes ten times as long; tests/unit/config/test_command_line.py proves that results are equal.
     """
     from verl.config import EvalConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig, load_config
 

@@ -14,7 +14,7 @@ from tests.support.documents import ROOT, SHELL, Block, matches
 # Read-only parts of the repository; everything else is written into the folder.
 LINKS = ("examples", "recipe", "benchmarks", "docs", "tests", "pyproject.toml", "constraints.txt")
 TRAINING = ("train", "sft", "rm", "generate", "eval", "check")
-# The overrides of `tiny` in a directive. The files are created by `PageRun`.
+# The overrides that the word `tiny` in a directive stands for. `PageRun` creates the files.
 TINY = {
     "actor_rollout_ref.model.path": "tiny/model",
     "data.train_files": "tiny/train.parquet",
@@ -90,7 +90,7 @@ class PageRun:
         return None
 
     def _create_tiny(self) -> None:
-        """`tiny/model` and `tiny/train.parquet`: a random model and rows of GSM8K's form."""
+        """`tiny/model` and `tiny/train.parquet`: a random model, and rows in the format of GSM8K."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -120,10 +120,10 @@ def with_overrides(script: str, overrides: list[str]) -> str:
         key, _, value = word.partition("=")
         values.update(TINY if word == "tiny" else {key: value})
     lines = script.replace("\\\n", " ").splitlines()
-    return "\n".join(_override(line, values) if _trains(line) else line for line in lines)
+    return "\n".join(_override(line, values) if _is_training_command(line) else line for line in lines)
 
 
-def _trains(line: str) -> bool:
+def _is_training_command(line: str) -> bool:
     words = shlex.split(line, comments=True)
     verl = words[:1] == ["verl"] and words[1:2] != [] and words[1] in TRAINING
     module = words[1:2] == ["-m"] and len(words) > 2 and words[2].startswith("verl.trainer.main_")

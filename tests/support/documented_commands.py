@@ -20,6 +20,7 @@ from verl.cli.main import SUBCOMMANDS
 from verl.config import ConfigError
 from verl.config.help import find_program, help_text, requested_help
 
+# Required overrides of the training modules, added to commands that the text quotes incompletely.
 CONFIGURED = {
     "verl.trainer.main_ppo": ["data.train_files=a.parquet", "actor_rollout_ref.model.path=org/model"],
     "verl.trainer.main_sft": ["data.train_files=a.parquet", "model.path=org/model"],
@@ -30,16 +31,16 @@ CONFIGURED = {
 # Modules of this repository without options and --help.
 WITHOUT_OPTIONS = {"verl.types.schema", "tests.support.documents"}
 # Commands that are not checked, with the reason.
-KNOWN = {
+UNCHECKED = {
     "export": "sets a variable of the reader's shell",
     "cd": "changes the folder of the reader's shell",
     "echo": "changes a file of the reader",
     "bash my_project/run.sh": "the project of `verl init`; tests/e2e/test_starter.py runs it",
-    "bash run.sh": "likewise",
-    "python test_reward.py": "likewise",
+    "bash run.sh": "belongs to the project of `verl init`; tests/e2e/test_starter.py runs it",
+    "python test_reward.py": "belongs to the project of `verl init`; tests/e2e/test_starter.py runs it",
     "bash benchmarks/fresh_clone.sh": "clones and installs the repository",
     "pip wheel": "tests/e2e/test_wheel.py builds one",
-    "build": "a package that is not installed here; likewise",
+    "build": "a package that is not installed here; tests/e2e/test_wheel.py builds a wheel",
     "curl": "needs a running server; tests/unit/agent/gateway/test_secrets.py sends such requests",
     "ray start": "starts a cluster; tests/unit/trainer and tests/e2e start Ray themselves",
     "ray stop": "stops all Ray processes of the machine",
@@ -52,10 +53,18 @@ KNOWN = {
     "wandb login": "needs a key",
     "python my_data.py": "a file of the page; the slow tier runs it",
     "tensorboard": "starts a server",
-    "vllm": "the server, which tests/engines/test_servers.py starts",
-    "sglang.launch_server": "likewise",
+    "vllm": "starts a server; tests/engines/test_servers.py does so",
+    "sglang.launch_server": "starts a server; tests/engines/test_servers.py does so",
 }
-PROGRAMS = ("python", "python3", "verl", "make", "bash", "pip", *{name.split()[0] for name in KNOWN} - {"tensorboard"})
+PROGRAMS = (
+    "python",
+    "python3",
+    "verl",
+    "make",
+    "bash",
+    "pip",
+    *{name.split()[0] for name in UNCHECKED} - {"tensorboard"},
+)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 
@@ -90,7 +99,7 @@ def words_of(line: str) -> list[list[str]]:
 
 
 def without_variables(words: list[str]) -> list[str]:
-    """`NAME=value program …` is a call of the program."""
+    """Remove `NAME=value` words in front of the program."""
     start = next((i for i, word in enumerate(words) if not re.fullmatch(r"[A-Z_]+=.*", word)), len(words))
     return words[start:]
 
@@ -99,10 +108,14 @@ def without_variables(words: list[str]) -> list[str]:
 
 
 def problem_of(words: list[str], whole: bool, tmp_path: Path, foreign: bool = False) -> str | None:
-    """The problem of a command, or None. `foreign`: programs of other projects are not checked."""
+    """The problem of a command, or None.
+
+    `whole`: the command is complete; otherwise required overrides are added. `foreign`: programs of other projects are
+    not checked.
+    """
     program, *operands = words
     arguments = [word for word in operands if "…" not in word and word not in ("key=value", "FILE")]
-    if " ".join(words[:2]) in KNOWN or program in KNOWN:
+    if " ".join(words[:2]) in UNCHECKED or program in UNCHECKED:
         return None
     if words[:2] == ["verl", "plan"] and whole:
         return plan_problem(arguments[1:])
@@ -118,7 +131,7 @@ def problem_of(words: list[str], whole: bool, tmp_path: Path, foreign: bool = Fa
         return module_problem(operands[1], arguments[2:], whole and len(arguments) == len(operands))
     if program in ("python", "python3") and operands and operands[0].endswith(".py"):
         return options_problem(operands[0], arguments[1:])
-    return None if foreign else "no check for this kind of command: add one, or an entry of KNOWN with the reason"
+    return None if foreign else "no check for this kind of command: add one, or an entry of UNCHECKED with the reason"
 
 
 def verl_problem(words: list[str], arguments: list[str], whole: bool) -> str | None:
@@ -172,7 +185,7 @@ def script_problem(words: list[str], tmp_path: Path) -> str | None:
 
 
 def module_problem(module: str, arguments: list[str], whole: bool) -> str | None:
-    if module in KNOWN:
+    if module in UNCHECKED:
         return None
     if importlib.util.find_spec(module) is None:
         return f"there is no module {module}"

@@ -2,13 +2,14 @@
 
 `python -m tests.support.documents` counts them and prints why some are not executed.
 
-A bash or python block is executed in the fast tier unless a comment in front of it says otherwise:
+A bash or python block of a page of the site is executed in the fast tier, one of another document is only composed.
+A comment in front of the block changes this:
 
     <!-- executed: slow -->                       in the slow tier
     <!-- executed: with tiny a.b=1 -->            training commands get these overrides ("tiny": a tiny model on a CPU)
     <!-- executed: slow with tiny -->             both
     <!-- composed: needs a GPU -->                only the configuration and the options are checked
-    <!-- not executed: needs a cluster -->        likewise, and programs of other projects are allowed
+    <!-- not executed: needs a cluster -->        the same, and programs of other projects are allowed
 
 A text block directly after an executed block is its expected output; `…` stands for any text, a line `…` for any lines.
 With `<!-- output: example -->` in front of it, it is not compared.

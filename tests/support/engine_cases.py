@@ -52,7 +52,7 @@ def fields_by_batching(
 
 
 def make_engine(model: Any, kind: str = "causal_lm", train: bool = True, **changes: Any) -> FSDPEngine:
-    """`changes`: keys of the optimizer, the fsdp or the model block, or arguments of the engine. All float32."""
+    """An FSDP engine in float32. `changes`: keys of the optimizer, fsdp or model block, or arguments of the engine."""
     blocks_of_role = {"optim": OptimConfig, "fsdp_config": FSDPConfig}
     values: dict[str, dict[str, Any]] = {
         "optim": {"lr": 1e-2, "eps": STEADY_EPS},

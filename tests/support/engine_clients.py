@@ -18,9 +18,9 @@ from verl.workers.rollout.engine_host import EngineHost
 
 
 class RequestEngine:
-    """The request methods of a rollout, by a function that returns the output of a request; None: it does not finish.
+    """The request methods of a rollout. `answer` returns the output of a request, or None if it stays unfinished.
 
-    `partials` are the current outputs of unfinished requests, `requests` all that were submitted.
+    `partials` are the current outputs of unfinished requests, `requests` are all submitted requests.
     """
 
     config, eos_token_ids, pad_token_id = SimpleNamespace(max_model_len=4096, seed=0), (), 0
@@ -57,7 +57,7 @@ class RequestEngine:
 
 
 class ScriptedRollout:
-    """The request methods of a rollout, by an AsyncEngine."""
+    """The request methods of a rollout, implemented by an AsyncEngine."""
 
     config, eos_token_ids, pad_token_id = RequestEngine.config, (), 0
 
@@ -66,7 +66,7 @@ class ScriptedRollout:
 
 
 class HostHandle(RankHandle):
-    """A handle of a rank whose `host` is this one; `die` ends its process."""
+    """A handle of a simulated rank with an EngineHost; after `die` its calls raise WorkerDiedError."""
 
     role = "rollout"
 

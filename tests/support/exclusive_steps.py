@@ -1,4 +1,4 @@
-"""For `external_libs`: a rank that trains or scores while its rollout engine runs a step ends the run with an error.
+"""For `external_libs`: raises an error if a training engine works while the rollout engine of its process runs a step.
 
 Collectives of two process groups from two threads may deadlock on a device that runs them one after the other.
 """

@@ -231,6 +231,6 @@ class AsyncLLM(LLM):
 
 
 def modules() -> dict[str, types.ModuleType]:
-    """The entries of `sys.modules` where tensorrt_llm is installed."""
+    """The entries of `sys.modules` that replace tensorrt_llm by this module."""
     module = sys.modules[__name__]
     return {name: module for name in ("tensorrt_llm", "tensorrt_llm.llmapi", "tensorrt_llm.sampling_params")}

@@ -64,7 +64,7 @@ def pickle_loaders() -> dict[str, Loader]:
 
 
 def archive_loaders() -> dict[str, Loader]:
-    """Loaders of files written by `torch.save`, for complete archives instead of pickles."""
+    """Loaders of files of `torch.save`; their `write` takes a complete archive instead of a pickle."""
     names = ("engine: extra.pt", "engine: digests of weights", "trainer: state", "merger: shards")
     chosen = {name: pickle_loaders()[name] for name in (*names, "models: pytorch_model.bin")}
     return chosen | {"engine: tensors, data": Loader(_data_archive, _load_tensors)}

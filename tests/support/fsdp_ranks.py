@@ -17,7 +17,7 @@ from verl.utils.torch_functional import distributed_masked_mean, distributed_mea
 from verl.workers.engine.base import MicroBatching
 from verl.workers.engine.common.host_snapshot import HostSnapshot
 
-ROWS = 7  # the ranks have different numbers of rows, and with micro-batches of 2 different numbers of those
+ROWS = 7  # the ranks have different numbers of rows, and of micro-batches of 2 rows
 ROWS_BY_RANK = {0: slice(0, 5), 1: slice(5, 7)}
 BOTH = ("log_probs", "entropy")
 CHANGES = {"lr_scheduler": "cosine", "lr_warmup_steps": 1}

@@ -98,7 +98,10 @@ def running_gateway(
     text_seconds: float = 10.0,
     **session: Any,
 ) -> Iterator[RunningGateway]:
-    """Sessions are created by the first request that generates."""
+    """Run a gateway until the block ends. A session is created by its first generation request.
+
+    `session`: arguments of GatewaySession.
+    """
     scripted = ScriptedModel(answer, pace_s)
     tokenizer = scripted.tokenizer
     tokenizer._own.chat_template = template

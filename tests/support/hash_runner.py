@@ -87,7 +87,7 @@ class HashRunner:
 
 
 class FinishedStep:
-    """A finished step."""
+    """The results of a step; `wait` returns its tokens and their three log-probs."""
 
     def __init__(self, rows: list[tuple[int, float, float, float]]) -> None:
         self._rows = rows

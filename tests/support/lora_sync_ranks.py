@@ -24,7 +24,10 @@ def make_rollout(path: str, ranks: int) -> NativeRollout:
 
 
 def run_rank(rank: int, ranks: int, folder: str, parallel: int) -> None:
-    """Train adapters on all ranks alike, sync twice to engines of `parallel` ranks, generate; then a changed matrix."""
+    """Sync adapters before and after training to engines of `parallel` ranks and generate.
+
+    Then the last rank fails, loads nothing or loads changed tensors, and another sync repairs the engine.
+    """
     engine, data = lora_engine(f"{folder}/model"), make_batch()
     rollout = make_rollout(f"{folder}/model", parallel)
     transfer = InProcessTransfer(engine, rollout, bucket_bytes=50_000)

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-P2 = b"\x80\x02"
+P2 = b"\x80\x02"  # header of pickle protocol 2
 EXTENSION = 240
-"""The number of `posix.mkdir` in copyreg, where a test adds it."""
+"""The extension code under which a test registers `posix.mkdir` in copyreg."""
 
 
 class Hostile:
@@ -132,7 +132,7 @@ def _number(value: int) -> bytes:
 
 
 def memory_archives() -> dict[str, bytes]:
-    """By technique: files of `torch.save` that are small, and large once they are read."""
+    """By technique: small files of `torch.save` that an unprotected loader expands to much memory."""
     huge = 500_000_000
     imports = b"".join(_global("torch", f"a{number}") for number in range(200_000))
     return {
@@ -166,7 +166,7 @@ def _bomb(data_pkl: bytes | None, name: str) -> bytes:
 
 
 def _larger(archive: bytes) -> bytes:
-    """Set another size of the storage in the central directory of the archive."""
+    """Set the size of the storage to 2 GiB in the central directory of the archive."""
     header_offset = archive.rfind(b"PK\x01\x02", 0, archive.rfind(b"archive/data/0"))
     sizes = struct.pack("<II", 2**31, 2**31)
     return archive[: header_offset + 20] + sizes + archive[header_offset + 28 :]

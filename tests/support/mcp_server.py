@@ -1,6 +1,7 @@
-"""An MCP server for tests by the official SDK: `python mcp_server.py stdio` or `python mcp_server.py PORT`.
+"""An MCP server for tests, built with the official SDK: `python mcp_server.py stdio` or `python mcp_server.py PORT`.
 
-Over HTTP it requires the token `open-sesame`, appends every request path to the file `$NOTES`, and listens on loopback.
+Over HTTP it listens on loopback, requires the token `open-sesame` and appends the path of every accepted request to the
+file `$NOTES`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def make_megatron(model: Any, kind: str = "causal_lm", train: bool = True, **changes: Any) -> Any:
-    """`changes`: keys of the optimizer, the megatron or the model block, or arguments of the engine. All float32."""
+    """A Megatron engine in float32. `changes`: keys of the optimizer, megatron or model block, or engine arguments."""
     from verl.workers.engine.megatron.engine import MegatronEngine
 
     values: dict[str, dict[str, Any]] = {

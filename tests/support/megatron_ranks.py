@@ -55,7 +55,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 WEIGHTS_ONLY = "TP2 EP2 ETP2"  # its forward pass gathers shards of unequal length, which gloo does not support
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
 EXPERTS_SHAPE = (4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"])
-# Kind, family and changes: heads tied or not, biases, norms of queries, fewer key heads than four tensor ranks.
+# Kind, family and changes: heads tied or not, biases, norms of queries, fewer KV heads than four tensor-parallel ranks.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2": ("causal_lm", "qwen2", {}),
     "tied": ("causal_lm", "qwen2", {"tie_word_embeddings": True, "vocab_size": 261}),

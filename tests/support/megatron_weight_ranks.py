@@ -48,7 +48,7 @@ def export_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]
         if rank == 0 and kind == "causal_lm":
             model.save_pretrained(model_folder)
         dist.barrier()
-        # Only the first rank's model in memory counts.
+        # Of models in memory, only the weights of rank 0 are used: the other ranks pass different ones.
         source: Any = str(model_folder) if kind == "causal_lm" else model if rank == 0 else other_model(name)
         engine = make_megatron(source, kind, train=kind != "sequence_classification", **LAYOUTS[layout])
         case: dict[str, Any] = {"names": list(engine.manifest()) == list(expected)}
@@ -138,7 +138,7 @@ def _drain_buckets(engine: Any, wanted: Any) -> None:
 
 
 def checkpoint_cases(rank: int, ranks: int, folder: str, cases: list[tuple[str, str]], others: list[str]) -> None:
-    """Load checkpoints of each layout with itself, other layouts and FSDP; and those of FSDP with each layout."""
+    """Save with each layout, load with the same layout, others and FSDP; save with FSDP, load with each layout."""
     results = {}
     for layout, name in cases:
         target = Path(folder) / f"{layout}-{name}"
@@ -224,7 +224,7 @@ def load_core_checkpoint(rank: int, ranks: int, folder: str, model: str, layout:
 
 
 def kill_during_save(rank: int, ranks: int, folder: str) -> None:
-    """Save two steps; rank 1 is killed after it wrote its file of the second."""
+    """Save two steps; rank 1 is killed after it has written its data file of the second step."""
     engine = make_megatron(model_of("tied"), **LAYOUTS["TP2 PP2"])
     _train_steps(engine, 1)
     for step in (1, 2):

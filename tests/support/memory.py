@@ -36,7 +36,7 @@ def peak_process_memory() -> Iterator[Peak]:
 
 
 def _return_free_memory() -> None:
-    """Make malloc return its free memory, in which later allocations would not show."""
+    """Make malloc return its free memory: allocations that reuse it would not increase the resident memory."""
     with suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -34,7 +34,7 @@ def assert_holds(folder: Path, expected: Mapping[str, torch.Tensor]) -> None:
 
 @contextmanager
 def as_rank(rank: int, ranks: int) -> Iterator[None]:
-    """Act as one of several ranks without the others, by a fake process group: no collective may be needed."""
+    """Act as one of several ranks with a fake process group, whose collectives do not communicate."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

@@ -36,7 +36,7 @@ def shared_batch(name: str) -> DataProto:
 
 
 def batch_of(rows: Sequence[tuple[list[int], list[int]]]) -> DataProto:
-    """The same for any prompts of up to 10 tokens with responses of up to 6."""
+    """A batch with these columns for any prompts of up to 10 tokens and responses of up to 6."""
     ids = torch.full((len(rows), PROMPT + RESPONSE), 99)
     mask = torch.zeros_like(ids)
     for row, (prompt, response) in enumerate(rows):

@@ -13,7 +13,7 @@ from verl.workers.engine.base import MicroBatching
 from verl.workers.roles.policy_loss import PolicyLoss
 
 KINDS = tuple(OUTPUTS_OF_KIND)
-MICRO = MicroBatching(max_tokens=16)  # two rows on one rank: on a CPU, budgets count whole rows
+MICRO = MicroBatching(max_tokens=16)  # two rows: on a CPU, token budgets count shared prefixes in every row
 
 
 def rows_of_rank(rank: int, size: int) -> slice:

@@ -1,4 +1,4 @@
-"""The task of examples/quickstart for tests: fewer problems, a smaller model, a warm start of seconds."""
+"""The task of examples/quickstart for tests: fewer problems, a smaller model, a short supervised warm start."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _agent_settings(folder: Path) -> tuple[str, ...]:
 
 
 def record_sft(model: str, folder: Path, *settings: str) -> Path:
-    """Fine-tune 4 steps on 16 rows with two answers each, which are trained."""
+    """Fine-tune 4 steps on 16 conversations with two assistant turns each; the loss covers both turns."""
     rows = [{"messages": _conversation(i, j)} for i in range(4) for j in range(4)]
     run_sft(load_config(None, _supervised(model, folder, rows, "data.multiturn=True", *settings), root=SFTConfig))
     return folder / "checkpoints"

@@ -38,7 +38,7 @@ def write_run(folder: Path, steps: int = 4, experiment: str = "run", is_ended: b
 
 
 def write_supervised_run(folder: Path, steps: int = 2, streams: Sequence[str] = ("rows", "pairs")) -> Path:
-    """Write rows and pairs; the second of each is beyond the budget. The prompts and chosen responses are hostile."""
+    """Write two rows and two pairs per step. The first have hostile texts; those of the second are over the budget."""
     writer = open_writer(folder, "supervised")
     write_vocabulary(writer)
     numbers = {"uid": UIDS[:2], "recorded": [True, False]}

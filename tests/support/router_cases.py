@@ -44,7 +44,7 @@ def random_experts(data: DataProto, layers: int, experts: int, chosen: int) -> t
 
 
 def hf_experts(model: Any, data: DataProto, template: torch.Tensor) -> torch.Tensor:
-    """[B, P+R, layers, k] experts that the routers of transformers choose, `UNKNOWN` elsewhere; shaped as `like`."""
+    """[B, P+R, layers, k] experts that transformers' routers choose, `UNKNOWN` elsewhere; shaped like `template`."""
     experts_by_layer: dict[int, torch.Tensor] = {}
     record_routes(model, experts_by_layer.__setitem__)
     table = torch.full_like(template, UNKNOWN)

@@ -57,9 +57,9 @@ class ScriptedEngine:
         self.config = config
         self.version = 0
         self.resumed_tokens = 0
-        """Tokens that requests were resumed from."""
+        """Number of tokens that were already generated when requests were submitted."""
         self.requests: list[str] = []
-        """Trajectories of all requests, in order."""
+        """Names of the trajectories of all requests, in order."""
         self._lock = threading.RLock()
         self._running: dict[str, _Sequence] = {}
 
@@ -82,12 +82,12 @@ class ScriptedEngine:
 
     @property
     def running(self) -> list[str]:
-        """Trajectories that are generated now."""
+        """Names of the trajectories that are being generated."""
         with self._lock:
             return [request_id.partition("#")[0] for request_id in self._running]
 
     def advance(self, tokens: int = 10**6, names: Iterable[str] | None = None) -> None:
-        """Sample tokens of these trajectories (None: all); complete responses finish."""
+        """Sample up to `tokens` tokens of each of these trajectories (None: all); complete responses finish."""
         with self._lock:
             chosen = None if names is None else set(names)
             for request_id, sequence in list(self._running.items()):
@@ -182,7 +182,7 @@ class ScriptedRank(RankHandle):
 
 @dataclass
 class ScriptedGroups:
-    """Worker groups with `engines` rollout ranks and `loops` loop workers (rows with an `agent_name` go there)."""
+    """Worker groups with `engines` rollout ranks and `loops` loop workers, which run all but single-turn agents."""
 
     config: PPOConfig
     engines: int = 2
@@ -245,7 +245,7 @@ class ScriptedGroups:
                     ranks[number] = ScriptedRank(self.config, role, number)
 
     def retry(self, call: Any) -> Any:
-        """As WorkerRecovery.retry_on_worker_loss."""
+        """Like WorkerRecovery.retry_on_worker_loss."""
         while True:
             try:
                 return call()

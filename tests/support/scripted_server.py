@@ -119,7 +119,8 @@ def log_prob(token: int) -> float:
 
 
 def expected_tokens(prompt: list[int], versions: list[int], recomputed: bool = True) -> list[int]:
-    """The tokens of a response sampled with these weight versions; a new version recomputes all KV, or keeps it."""
+    """The tokens of a response sampled with these weight versions; each version
+    recomputes all KV, or keeps it if not `recomputed`."""
     kv = [(token, versions[0]) for token in prompt]
     for version in versions:
         if recomputed:

@@ -17,7 +17,7 @@ STEADY_EPS = 1e-3
 
 
 def tiny_tokenizer() -> Any:
-    """Byte-level, no merges: every string round-trips. pad 0, eos `<|end|>` 1."""
+    """A byte-level tokenizer without merges: every string round-trips. Token 0 is padding, token 1 `<|end|>` is eos."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

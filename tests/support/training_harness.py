@@ -14,7 +14,7 @@ from tests.support.tiny import STEADY_EPS, save_tiny_model
 # For runs whose final weights are compared: keeps rounding differences small (see STEADY_EPS).
 STEADY = (f"actor_rollout_ref.actor.optim.eps={STEADY_EPS}", f"critic.optim.eps={STEADY_EPS}")
 
-# Rewards as in a real run: computed by other processes, while generation goes on.
+# Rewards as in a real run: computed by other processes while generation continues.
 SCORERS = ("reward_model.reward_kwargs={num_processes: 2}",)
 
 REWARD_FILE = '''
@@ -75,7 +75,7 @@ def make_trainer(arguments: list[str], group_cls: Any = None, trainer_cls: Any =
     """A trainer on the in-process controller (or another group class), which records its metrics in `.history`.
 
     On the in-process controller rewards are computed in this process, too, unless a key other than the function's path
-    is about rewards: starting scorer processes takes a third of the time of a small run.
+    contains "reward": starting scorer processes takes a third of the time of a small run.
     """
     from verl.config import load_config
     from verl.single_controller.local import LocalWorkerGroup

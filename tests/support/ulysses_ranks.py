@@ -36,7 +36,7 @@ MODELS = {
     "value": ("value", "qwen2", {}),
     "scores": ("sequence_classification", "qwen2", {}),
 }
-# Query heads, KV heads, value dimension: in the last every KV head is replicated four times.
+# Query heads, KV heads, value dimension. In the last case, four ranks replicate every KV head four times.
 HEADS = [(4, 1, 8), (4, 2, 8), (4, 4, 8), (8, 2, 8), (12, 3, 6)]
 
 

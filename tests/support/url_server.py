@@ -54,7 +54,7 @@ class Member(WeightMember):
 
 
 class URLServer:
-    """`disconnect_at`: index of the token after which the connection of a response breaks; cleared when it happened."""
+    """`disconnect_at`: index of the token after which the connection of a response breaks, once."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.info = {

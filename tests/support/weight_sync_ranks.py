@@ -81,7 +81,7 @@ def check_rows(weights: dict[str, torch.Tensor], buckets: list[Any], wanted: dic
 
 
 def mismatch_error(rollout: Any, weights: dict[str, torch.Tensor], name: str, rank: int) -> str:
-    """The error of an update after which the last rank's copy of a weight is corrupted."""
+    """The error of an update that corrupts a weight on every rank except rank 0; "" on rank 0."""
     rollout.begin_update(4, None)
     rollout.load_bucket(weights)
     rollout.weights[name].add_(rank)

@@ -214,7 +214,6 @@ class RolloutWorker(Worker):
 
     def __init__(self, prompt: int = 8, response: int = 16, pad: int = 99) -> None:
         self.prompt, self.response, self.pad = prompt, response, pad
-        self.received_nbytes = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def setup(self, tp: int) -> None:
@@ -226,7 +225,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def log_probs(self, data: DataProto) -> DataProto:
-        """A column per token with arbitrary values in the padding of responses."""
+        """Per-token values, arbitrary in the padding of responses."""
         return DataProto.from_dict({"old_log_probs": data.batch["responses"].float() * 0.5})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -323,7 +322,7 @@ class RowSource:
 
 
 class WithRowSource(Worker):
-    """Its rows are read by `RankHandle.call_rows("source.rows", …)`."""
+    """A worker whose batches are read by `RankHandle.call_rows("source.rows", …)`."""
 
     def __init__(self) -> None:
         self.source = RowSource()

@@ -14,6 +14,7 @@ class Case:
     ground_truth: Any
     score: float = 1.0
     forgeable: int = 0
+    """Expected `forgeable` of the result: 1 if a test has to be executed in the process of the solution."""
 
     def __str__(self) -> str:
         return self.name

@@ -56,7 +56,7 @@ for _ in range(8):
     if os.fork() == 0:
         x = b"x" * (64 << 20); os.write(has_filled, b"."); time.sleep(60)
 for _ in range(8): os.read(filled, 1)
-time.sleep(1)  # it was not only reached, but kept
+time.sleep(1)  # success only if the processes survive with this memory
 print("ESCAPED: 512 MB")
 """,
     ),
@@ -81,7 +81,7 @@ print("ESCAPED: 512 MB")
         """
 import mmap, os, time
 x = mmap.mmap(-1, 600 << 20)
-for part in range(6):  # each fills its own and ends, which leaves this process with nothing of it
+for part in range(6):  # each child fills a part and ends: no process has these pages in its page table
     if os.fork() == 0:
         for i in range(100 * part, 100 * (part + 1)): x[i << 20 : (i + 1) << 20] = bytes(1 << 20)
         os._exit(0)

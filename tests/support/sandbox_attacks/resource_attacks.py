@@ -11,9 +11,9 @@ from typing import Literal
 from tests.support.sandbox_attacks.resource_programs import (
     FILES_OF_THREADS,
     FIRST_THREAD_ENDED,
+    MANY_MAPPINGS,
     PAGE_TABLES,
     PARALLEL_PRIVATE,
-    SLOW_LOOK,
     SOCKETS_OF_THREADS,
     SPARSE_PAGE_TABLES,
     STACK,
@@ -60,7 +60,7 @@ def until_error(work):
 RESOURCE_ATTACKS = (
     ResourceAttack("private memory, one process", "held = []\nwhile True: held.append(bytearray(10 << 20))"),
     ResourceAttack("private memory, 16 processes", PARALLEL_PRIVATE, language="cpp"),
-    ResourceAttack("private memory behind 780,000 mappings", SLOW_LOOK, language="cpp"),
+    ResourceAttack("private memory behind 780,000 mappings", MANY_MAPPINGS, language="cpp"),
     ResourceAttack("private memory, first thread ended", FIRST_THREAD_ENDED, language="cpp"),
     ResourceAttack("growing stack mapping", STACK, language="cpp"),
     ResourceAttack("page tables, dense", PAGE_TABLES, language="cpp"),

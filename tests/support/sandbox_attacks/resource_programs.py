@@ -46,7 +46,7 @@ int main() {
     sleep(1);
 }
 """
-SLOW_LOOK = r"""
+MANY_MAPPINGS = r"""
 #include <sys/mman.h>
 #include <string.h>
 #include <unistd.h>

@@ -19,7 +19,7 @@ LIMITS = Limits(wall_s=6.0, memory_mb=256, file_mb=64, processes=64, output_byte
 _SAMPLE_SECONDS = 0.002
 _IDLE_SECONDS = 0.3
 _TEMPORARY_MB = 8192
-_OWN_CGROUP = "/sys/fs/cgroup/memory/verl-measure-"  # v1; otherwise the figures are those of the machine
+_OWN_CGROUP = "/sys/fs/cgroup/memory/verl-measure-"  # cgroup v1; without it, the whole machine is measured
 
 
 class Peak:
@@ -93,7 +93,7 @@ def memory_figure(cgroup: str | None) -> Callable[[], int]:
 def _measure(sandbox: Sandbox, attack: ResourceAttack) -> dict[str, Any]:
     time.sleep(_IDLE_SECONDS)
     code = attack.code if attack.language != "python" else PRELUDE + attack.code
-    in_memory = attack.resource == "memory" or sandbox.isolation.namespaces  # where files are in memory
+    in_memory = attack.resource == "memory" or sandbox.isolation.namespaces  # with namespaces, files are in a tmpfs
     figure = memory_figure(_own_cgroup()) if in_memory else _disk_figure()
     with Peak(figure if attack.charged else _kernel_figure) as peak:
         result = sandbox.run(code, attack.language)

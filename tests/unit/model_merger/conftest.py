@@ -1,4 +1,4 @@
-"""Commands set up logging, and engines make a process group of one rank: none is met or left to the next."""
+"""Restores logging, which commands set up, and destroys the process group of one rank that engines create."""
 
 import pytest
 import torch.distributed as dist
@@ -10,12 +10,12 @@ def _logging(logging_as_before):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_process_group_met_or_left():
-    _leave()
+def _no_process_group_before_or_after():
+    _destroy_process_group()
     yield
-    _leave()
+    _destroy_process_group()
 
 
-def _leave():
+def _destroy_process_group():
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The engine makes a process group of one rank when there is none; no test file leaves it to the next."""
+"""Destroys the process group of one rank that engines create, after each test file."""
 
 import pytest
 import torch.distributed as dist

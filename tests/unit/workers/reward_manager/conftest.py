@@ -1,4 +1,4 @@
-"""Batches of answers, and managers that are closed again."""
+"""Batches of responses, and reward managers that are closed after the test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 24
 
 
 def make_batch(texts, masks=None, **columns) -> DataProto:
-    """Prompts of three tokens, answers right-padded to 24; `masks` marks tokens that are the model's own."""
+    """Prompts of three tokens, responses right-padded to `WIDTH`; `masks` marks the tokens that the model sampled."""
     ids = [TOKENIZER(text + "<|end|>", add_special_tokens=False)["input_ids"] for text in texts]
     lengths = [len(row) for row in ids]
     responses = torch.tensor([row + [0] * (WIDTH - len(row)) for row in ids])
@@ -46,13 +46,13 @@ def sample():
 
 @pytest.fixture
 def manager():
-    """`manager(name, compute_score=None, **arguments)`"""
-    made = []
+    """`manager(name, compute_score=None, **arguments)`: create a reward manager."""
+    managers = []
 
     def make(name, compute_score=None, num_examine=0, **arguments):
-        made.append(get_reward_manager_cls(name)(TOKENIZER, num_examine, compute_score, **arguments))
-        return made[-1]
+        managers.append(get_reward_manager_cls(name)(TOKENIZER, num_examine, compute_score, **arguments))
+        return managers[-1]
 
     yield make
-    for each in made:
-        each.close()
+    for opened in managers:
+        opened.close()

@@ -1,4 +1,4 @@
-"""Tiny real models on disk, and engines over them that end with the test."""
+"""Tiny models on disk, and rollout engines that are closed after the test."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from verl.workers.rollout.embedded_rollout import EmbeddedRollout
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 of 100k parameters whose answers end by themselves now and then."""
+    """A Qwen2 of 100k parameters; some of its responses end with an end-of-sequence token."""
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(params=["hf", "native"])
 def engine_name(request: pytest.FixtureRequest) -> str:
-    """What a rollout promises, every engine keeps."""
+    """Runs the test on every embedded engine: all must satisfy the contract of a rollout."""
     return request.param
 
 

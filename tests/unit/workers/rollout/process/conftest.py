@@ -1,4 +1,4 @@
-"""The native engine in this process and, the same one, in a process of its own: one each for a whole file."""
+"""The native engine in a separate process, started once per test file."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from verl.config.names import ROLLOUTS
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.process.process_rollout import ProcessRollout
 
-AT = "tests.support.breaking_engine:BreakingRollout"
+IMPORT_PATH = "tests.support.breaking_engine:BreakingRollout"
 
 
 @pytest.fixture(scope="module")
 def host_native() -> Iterator[None]:
-    """For as long as the file's tests run, the native engine is treated as another project's."""
+    """Register the native engine as a third-party engine, which runs in a separate process, for one test file."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ROLLOUTS, "native", replace(ROLLOUTS["native"], package="torch", import_path=AT))
+        entry = replace(ROLLOUTS["native"], package="torch", import_path=IMPORT_PATH)
+        patch.setitem(ROLLOUTS, "native", entry)
         yield
 
 
 @pytest.fixture(scope="module")
 def start_hosted(model_path: Path, host_native: None) -> Iterator[Callable[..., ProcessRollout]]:
-    """Start the engine in a process of its own; keywords are configuration keys."""
+    """Start the engine in a separate process; keywords are configuration keys."""
     started: list[ProcessRollout] = []
 
     def start(**keys) -> ProcessRollout:
@@ -43,5 +44,5 @@ def start_hosted(model_path: Path, host_native: None) -> Iterator[Callable[..., 
 
 @pytest.fixture(scope="module")
 def hosted(start_hosted: Callable[..., ProcessRollout]) -> ProcessRollout:
-    """One for tests that leave it as it was."""
+    """An engine shared by tests that do not change its state."""
     return start_hosted()
