@@ -56,7 +56,8 @@ _COLLECT_S = 2.0
 _SETTINGS_KEY = b"verl.generation"
 _RESPONSE_TYPE = pa.list_(pa.string())
 
-# Keys of `rollout` that are stored with the responses and must be the same in a run that resumes.
+# Keys of `rollout` that are stored with the responses and must be the same in a run that resumes. Keys for memory,
+# speed and addresses may differ (`engine_kwargs`, `server_urls`).
 _RESPONSE_KEYS = (
     "name",
     "temperature",
@@ -71,6 +72,7 @@ _RESPONSE_KEYS = (
     "stop_token_ids",
     "ignore_eos",
     "dtype",
+    "quantization",
 )
 
 
@@ -308,13 +310,13 @@ class ResponseStore:
 
     def _compare_settings(self, path: Path, settings: Any) -> None:
         """Raise ValueError if the settings stored at `path` differ from those of this run."""
-        if settings == self._settings:
-            return
         if settings is None:
             difference = "was not written by main_generation"
         else:
             names = sorted({*settings, *self._settings})
             different = [name for name in names if settings.get(name) != self._settings.get(name)]
+            if not different:
+                return
             difference = f"has responses of a run with another {', '.join(different)}"
         raise ValueError(f"data.output_path: {path} {difference}. Choose another path, or delete it.")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,59 @@ def test_ranks_engines_and_devices_get_their_records(tmp_path, monkeypatch):
     assert (device["device"], device["power"], device["utilization"]) == ("GPU-1", 400.0, 0.5)
     assert "actor_rollout/0" in device["tracks"]
     assert not any("critic" in track for track in device["tracks"]), "one track per process"
+
+
+def test_calls_of_a_step_that_ends_during_a_query_belong_to_this_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.common.recorder.MIN_POLL_S", 0.0)
+    monkeypatch.setattr("verl.trainer.common.recorder.MIN_INTERVAL_S", 0.01)
+    start = time.time()
+
+    class EndsDuringQuery:
+        """The step ends within the first query; its last call is in the reply to the second one."""
+
+        rank_usage: Any = None
+        queries = 0
+
+        def query_ranks(self, method: str, timeout: float) -> list[Any]:
+            self.queries += 1
+            if self.queries == 1:
+                poll.step_ended(1)
+            calls = [Span("update_actor", start - 1, start)] if self.queries == 2 else []
+            return [RankUsage("node", 100, calls, None, 0)]
+
+    writer, actor = writer_of(tmp_path), EndsDuringQuery()
+    poll = RankPoll(lambda: {"actor": actor}, writer, step=0)
+    while actor.queries < 3:
+        time.sleep(0.01)
+    poll.close(poll=False)
+    writer.close()
+    assert [row["step"] for row in recording.read(tmp_path).phases.table().to_pylist()] == [1]
+
+
+def test_a_poll_that_is_closed_during_a_query_collects_the_last_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.common.recorder.MIN_POLL_S", 0.0)
+    querying, closing = threading.Event(), threading.Event()
+
+    class SlowGroup:
+        rank_usage: Any = None
+        queries = 0
+
+        def query_ranks(self, method: str, timeout: float) -> list[Any]:
+            self.queries += 1
+            querying.set()
+            closing.wait(10)
+            calls = [Span("update_actor", time.time() - 1, time.time())] if self.queries == 2 else []
+            return [RankUsage("node", 100, calls, None, 0)]
+
+    writer = writer_of(tmp_path)
+    group = SlowGroup()
+    poll = RankPoll(lambda: {"actor": group}, writer, step=0)
+    poll.step_ended(1)
+    querying.wait(10)
+    threading.Timer(0.2, closing.set).start()
+    poll.close(poll=True)
+    writer.close()
+    assert len(recording.read(tmp_path).phases.table()) == 1
 
 
 def test_a_poll_that_fails_repeatedly_is_logged_once_and_ends(tmp_path, caplog, monkeypatch):

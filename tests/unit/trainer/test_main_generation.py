@@ -177,6 +177,14 @@ def test_a_finished_run_is_not_done_again_and_other_settings_are_refused(generat
         generate("mine.parquet")
 
 
+def test_settings_that_were_not_stored_count_as_unset(tmp_path):
+    output = tmp_path / "out.parquet"
+    with ResponseStore(output, {"seed": 1}, 2) as store:
+        store.add(1, [["b", "c"]])
+    with ResponseStore(output, {"seed": 1, "rollout.quantization": None}, 2) as store:
+        assert store.missing() == [0]
+
+
 def test_answers_are_whole_or_not_there_and_one_run_writes_at_a_time(tmp_path):
     output = tmp_path / "out.parquet"
     with ResponseStore(output, {"seed": 1}, 2) as store:

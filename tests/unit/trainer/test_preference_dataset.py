@@ -103,10 +103,10 @@ def test_the_length_of_an_answer_is_what_truncation_leaves_of_it(tmp_path, trunc
     assert item["answer_tokens"] == kept
 
 
-def test_pairs_of_an_answer_with_itself_are_told(tmp_path, caplog):
-    rows = [{"prompt": "p", "chosen": answer, "rejected": "b"} for answer in "abb"]
-    dataset(tmp_path, rows)
-    assert "line 2 (and 1 more rows): both answers are equal" in caplog.text
+@pytest.mark.parametrize(("chosen", "rows_named"), [("abb", "line 2 (and 1 more): "), ("ab", "line 2: ")])
+def test_pairs_of_an_answer_with_itself_are_reported(tmp_path, caplog, chosen, rows_named):
+    dataset(tmp_path, [{"prompt": "p", "chosen": answer, "rejected": "b"} for answer in chosen])
+    assert f"{rows_named}both answers are equal" in caplog.text
 
 
 @pytest.mark.parametrize(

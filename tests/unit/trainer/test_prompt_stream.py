@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -129,6 +131,19 @@ def test_a_sampler_that_learns_is_not_asked_before_it_has(tmp_path):
     stream.take(3)
     assert sampler.asked == 3
     assert stream.prefetched is None
+
+
+def test_a_dataset_that_hangs_does_not_delay_the_end_of_the_process(monkeypatch):
+    """The interpreter joins all threads that are not daemons."""
+    monkeypatch.setattr("verl.trainer.ppo.prompts._LAST_FETCH_S", 0.1)
+    stream, _ = make_stream()
+    release = threading.Event()
+    monkeypatch.setattr(stream, "next_rows", release.wait)
+    before = set(threading.enumerate())
+    stream.prefetch()
+    stream.close()
+    assert [thread.daemon for thread in set(threading.enumerate()) - before] == [True]
+    release.set()
 
 
 def test_an_epoch_without_a_whole_batch_is_named():

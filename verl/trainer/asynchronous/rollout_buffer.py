@@ -94,7 +94,7 @@ class RolloutBuffer:
         self._reported: Counter[str] = Counter()
         """`counts` at the last call of `metrics`."""
         self.max_trained_staleness = 0
-        """The largest staleness that was trained."""
+        """The largest staleness in the batches for which `metrics` was called."""
 
     def capacity(self, version: int) -> int:
         """Return the number of prompts that may be submitted now."""
@@ -196,6 +196,8 @@ class RolloutBuffer:
         `fully_async/count/stale_samples_processed`.
         """
         trained = list(self._in_training(version).values())
+        max_staleness = max((group.staleness for group in trained), default=0)
+        self.max_trained_staleness = max(self.max_trained_staleness, max_staleness)
         responses = sum(group.response_count for group in trained)
         partial = sum(group.partial for group in trained) / max(1, responses)
         metrics = {
@@ -203,7 +205,7 @@ class RolloutBuffer:
             "async/in_flight": float(len(self._in_flight)),
             "async/staleness/mean": sum(group.staleness * group.response_count for group in trained)
             / max(1, responses),
-            "async/staleness/max": float(max((group.staleness for group in trained), default=0)),
+            "async/staleness/max": float(max_staleness),
             "async/partial_share": partial,
             "fully_async/partial/partial_ratio": partial,
             "fully_async/count/stale_samples_processed": float(self.counts[TRAINED_STALE]),
@@ -257,7 +259,6 @@ class RolloutBuffer:
                 version - group.base_version, group.response_count, group.partial
             )
             self.counts[TRAINED_STALE] += trained.response_count if trained.staleness else 0
-            self.max_trained_staleness = max(self.max_trained_staleness, trained.staleness)
 
     def _required(self, fresh: list[PromptGroup], version: int, count: int) -> set[PromptGroup] | None:
         """Return the finished groups that the batch must contain so that all promised groups can be trained in time;

@@ -8,6 +8,7 @@ import logging
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,8 +81,8 @@ class Saver:
         self._manager = CheckpointManager(trainer.default_local_dir, max_to_keep, trainer.default_hdfs_dir)
         self.root = self._manager.root
         self._thread: threading.Thread | None = None
-        self._results: list[SaveResult] = []
-        """Results that `collect` has not returned yet."""
+        self._results: deque[SaveResult] = deque()
+        """Results that `collect` has not returned yet. The thread of the save appends to it."""
         self._waited_s = 0.0
         self.newest_step: int | None = None
         """The step that was saved last, is being saved, or from which the run resumed; None after a failed save."""
@@ -170,8 +171,7 @@ class Saver:
         """Return the saves that have ended since the last call. `wait`: wait for the save in progress first."""
         if wait:
             self.wait()
-        results, self._results = self._results, []
-        return results
+        return [self._results.popleft() for _ in range(len(self._results))]
 
     def wait(self) -> None:
         """Wait for the save in progress."""

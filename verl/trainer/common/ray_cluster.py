@@ -128,7 +128,7 @@ def start_ray(
             logger.warning("ray_init.num_cpus has no effect: a running Ray cluster was joined.")
             return context
 
-    if _known_cluster() in (None, "local"):
+    if not joins_cluster():
         context, pids = start_local_cluster(init_local, start_timeout)
     else:
         try:

@@ -308,10 +308,12 @@ class RankPoll:
         self._thread.join(2 * _TIMEOUT_S)
 
     def _run(self) -> None:
-        while not self._closing:
+        closing = False
+        while not closing:
             with self._wake:
                 self._wake.wait_for(lambda: self._closing or self._step_ends, self._interval())
-            if not self._closing:
+                closing = self._closing
+            if not closing:
                 time.sleep(MIN_POLL_S)  # calls of several short steps are collected together
             self._poll()
 
@@ -323,6 +325,7 @@ class RankPoll:
             with self._wake:
                 self._step_ends.clear()
             return
+        ended_steps = len(self._step_ends)  # later ones may have calls that this query does not return
         try:
             ranks = self._query()
         except Exception as error:  # a missing record must not end a training run
@@ -333,7 +336,7 @@ class RankPoll:
                 logger.warning("recording: calls of ranks and loads of engines are not recorded any more: %r", error)
             return
         self._failures = 0
-        self._record_spans(ranks)
+        self._record_spans(ranks, ended_steps)
         if self._closing or time.time() - self._last_series >= self._interval():
             self._last_series = time.time()
             self._record_engines(ranks)
@@ -350,13 +353,15 @@ class RankPoll:
             self._tracks.setdefault((usage.host, usage.pid), f"{role}/{rank}")
         return ranks
 
-    def _record_spans(self, ranks: Mapping[tuple[str, int], RankUsage]) -> None:
+    def _record_spans(self, ranks: Mapping[tuple[str, int], RankUsage], ended_steps: int) -> None:
         with self._wake:
-            ends, self._step_ends = self._step_ends, []
+            ends = list(self._step_ends)
+            del self._step_ends[:ended_steps]
+            next_step = self._step + 1
         for (_, rank), usage in ranks.items():
             for span in usage.spans:
                 track = f"engine/{rank}" if span.name == GENERATING else self._tracks[usage.host, usage.pid]
-                step = next((step for end, step in ends if span.start < end), self._step + 1)
+                step = next((step for end, step in ends if span.start < end), next_step)
                 record = {"step": step, "track": track, "phase": span.name, "host": usage.host, "pid": usage.pid}
                 self._writer.line("phases", record | {"start": round(span.start, 4), "end": round(span.end, 4)})
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -14,6 +14,7 @@ from verl.config.plan import batch_plan
 from verl.protocol import DataProto
 from verl.trainer.common.loader import BatchLoader
 from verl.trainer.ppo.row_balancing import concat_prompts
+from verl.utils.concurrency import JobThread
 from verl.utils.dataset.rl_dataset import AbstractCurriculumSampler, EpochSampler
 from verl.utils.dataset.rl_dataset import collate_fn as default_collate_fn
 
@@ -94,7 +95,7 @@ class PromptStream:
         self._drawn_batches = 0
         self._queue: DataProto | None = None
         self._prefetches = isinstance(dataloader, BatchLoader) and not dataloader.is_curriculum
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompts")
+        self._loader = JobThread("prompts")
         self.prefetched: Future[tuple[Any, bool]] | None = None
 
     @property
@@ -132,7 +133,7 @@ class PromptStream:
     def prefetch(self) -> None:
         """Start to load the next batch in a thread, unless one is prefetched or the dataloader does not support it."""
         if self._prefetches and self.prefetched is None:
-            self.prefetched = self._thread.submit(self.next_rows)
+            self.prefetched = self._loader.submit(self.next_rows)
 
     def put_back(self, prompts: DataProto) -> None:
         """Return taken prompts to the front of the queue."""
@@ -169,6 +170,7 @@ class PromptStream:
         """Wait for a running prefetch, up to a limit (the dataset may hang), and stop the dataloader's workers."""
         if self.prefetched is not None:
             wait([self.prefetched], timeout=_LAST_FETCH_S)
+        self._loader.close()
         self._iterator = None
         if isinstance(self.dataloader, BatchLoader):
             self.dataloader.close()

@@ -5,6 +5,7 @@ Neither torch nor ray is imported at import time: the driver imports this module
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 from typing import Any
@@ -96,11 +97,32 @@ class TaskRunner:
     def _train(self, config: PPOConfig, trainer_cls: Any, resource_pool_manager: Any) -> str | None:
         """Check models, data and rewards, then create the trainer, start the workers and train."""
         from verl.trainer.ppo.state import check_run_start
+
+        folders = self._check_models(config)
+        with contextlib.ExitStack() as resources:
+            start = resources.enter_context(contextlib.closing(check_run_start(config, self.role_worker_mapping)))
+            self._trainer = self._create_trainer(config, trainer_cls, resource_pool_manager, folders, resources)
+            self._trainer.state.run_start = start
+            self._trainer.set_memory_plan(self._memory_plan)
+            if self._stop_requested:
+                return None
+            self._trainer.init_workers()
+            freeze_gc()
+            self._trainer.fit()
+            return self._trainer.preemption.given_up
+
+    def _create_trainer(
+        self,
+        config: PPOConfig,
+        trainer_cls: Any,
+        resource_pool_manager: Any,
+        folders: dict[str, str],
+        resources: contextlib.ExitStack,
+    ) -> Any:
+        """Return the trainer, with datasets and reward managers that are checked. `resources` closes the managers."""
         from verl.utils import hf_processor, hf_tokenizer
 
         model = config.actor_rollout_ref.model
-        folders = self._check_models(config)
-        start = check_run_start(config, self.role_worker_mapping)
         with startup_phase("data"):
             tokenizer = hf_tokenizer(folders[model.path], trust_remote_code=model.trust_remote_code)
             processor = hf_processor(folders[model.path], trust_remote_code=model.trust_remote_code)
@@ -110,8 +132,8 @@ class TaskRunner:
 
             check_teachers(config, folders, tokenizer, train_dataset)
         with startup_phase("rewards"):
-            reward_fn, val_reward_fn = self._load_rewards(config, tokenizer, train_dataset)
-        self._trainer = trainer_cls(
+            reward_fn, val_reward_fn = self._load_rewards(config, tokenizer, train_dataset, resources)
+        return trainer_cls(
             config=config,
             tokenizer=tokenizer,
             processor=processor,
@@ -124,19 +146,6 @@ class TaskRunner:
             train_sampler=create_rl_sampler(config.data, train_dataset),
             device_name=config.trainer.device,
         )
-        self._trainer.state.run_start = start
-        self._trainer.set_memory_plan(self._memory_plan)
-        if self._stop_requested:
-            return None
-        try:
-            self._trainer.init_workers()
-            freeze_gc()
-            self._trainer.fit()
-            return self._trainer.preemption.given_up
-        finally:
-            for manager in (reward_fn, val_reward_fn):
-                getattr(manager, "close", lambda: None)()
-            start.close()
 
     def request_stop(self) -> None:
         """Finish the current step, save, and end the run."""
@@ -236,17 +245,22 @@ class TaskRunner:
             check_rewards(val_dataset, config)
         return train_dataset, val_dataset
 
-    def _load_rewards(self, config: PPOConfig, tokenizer: Any, train_dataset: Any) -> tuple[Any, Any]:
-        """Return the reward managers for training and validation. If reward functions score the responses, the first
-        manager is checked on a few rows."""
+    def _load_rewards(
+        self, config: PPOConfig, tokenizer: Any, train_dataset: Any, resources: contextlib.ExitStack
+    ) -> tuple[Any, Any]:
+        """Return the reward managers for training and validation, which `resources` closes. If reward functions score
+        the responses, the first manager is checked on a few rows."""
         from verl.trainer.data_check import check_reward_at_start
         from verl.trainer.ppo.reward import load_reward_manager
         from verl.trainer.recovery.hang_detector import HangDetector
         from verl.utils.reward_score.served import require_server
 
         with HangDetector(self._startup_status, config.trainer.hang_timeout):
-            reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
-            val_reward_fn = load_reward_manager(config, tokenizer, num_examine=0)  # validation logs its own samples
+            managers = []
+            for _ in ("training", "validation"):
+                managers.append(load_reward_manager(config, tokenizer, num_examine=0))  # validation logs its samples
+                resources.callback(getattr(managers[-1], "close", lambda: None))
+            reward_fn, val_reward_fn = managers
             if config.reward_model.url is not None:
                 require_server(config.reward_model.url)
             elif config.distillation.scores_responses and not config.reward_model.enable:

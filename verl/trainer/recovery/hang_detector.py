@@ -350,12 +350,13 @@ class SlowRanks:
         self._waited[rank] += seconds
 
     def step_done(self, seconds: float) -> tuple[float, str | None]:
-        """Return (longest wait for one rank in this step, a rank that was slow in several consecutive steps)."""
+        """Return (longest wait for one rank in this step, the slowest rank of those slow in several consecutive
+        steps)."""
         waited, self._waited = self._waited, defaultdict(float)
         slow = [rank for rank, time in waited.items() if time > _SLOW_SHARE * seconds]
         self._consecutive_steps = defaultdict(int, {rank: self._consecutive_steps[rank] + 1 for rank in slow})
-        named = next((rank for rank, steps in self._consecutive_steps.items() if steps % _SLOW_STEPS == 0), None)
-        return max(waited.values(), default=0.0), named
+        always_slow = [rank for rank, steps in self._consecutive_steps.items() if steps % _SLOW_STEPS == 0]
+        return max(waited.values(), default=0.0), max(always_slow, key=waited.__getitem__, default=None)
 
 
 def raise_in_main_thread() -> Callable[[HangError], None] | None:

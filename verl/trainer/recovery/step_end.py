@@ -65,31 +65,31 @@ class NonFatalFailures:
         self._unsaved: str | None = None
         self._reported_keys: set[str] = set()
 
-    def attempt(self, what: str, step: int, act: Callable[[], Result], essential: bool = False) -> Result | None:
-        """Return `act()`; None after a non-fatal failure. `what`: SAVE or VALIDATION. `essential`: raise every
+    def attempt(self, kind: str, step: int, call: Callable[[], Result], essential: bool = False) -> Result | None:
+        """Return `call()`; None after a non-fatal failure. `kind`: SAVE or VALIDATION. `essential`: raise every
         failure."""
         try:
-            result = act()
+            result = call()
         except Exception as error:
             if essential or is_fatal(error):
                 raise
-            self._counts[what] += 1
+            self._counts[kind] += 1
             reason = summary(error)
-            if what == SAVE:
+            if kind == SAVE:
                 self._unsaved = reason
             # The traceback first: users read the last line.
-            logger.warning("%s of step %d failed:", what, step, exc_info=_unexpected(error))
-            logger.error("%s of step %d failed: %s. %s.", what, step, reason, _NEXT[what])
+            logger.warning("%s of step %d failed:", kind, step, exc_info=_unexpected(error))
+            logger.error("%s of step %d failed: %s. %s.", kind, step, reason, _NEXT[kind])
             return None
-        if what == SAVE:
+        if kind == SAVE:
             self._unsaved = None
         return result
 
-    def dump(self, key: str, folder: str, step: int, act: Callable[[], Result]) -> Result | None:
+    def dump(self, key: str, folder: str, step: int, call: Callable[[], Result]) -> Result | None:
         """Like `attempt`, for writing a file into `folder`, the value of the configuration key `key`. Failures are
         logged once per key."""
         try:
-            return act()
+            return call()
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -106,7 +106,7 @@ class NonFatalFailures:
 
     def metrics(self) -> dict[str, float]:
         """Return the number of failures so far, by kind."""
-        return {f"training/failed_{what}s": float(count) for what, count in self._counts.items()}
+        return {f"training/failed_{kind}s": float(count) for kind, count in self._counts.items()}
 
     def raise_if_unsaved(self, step: int) -> None:
         """Raise UnsavedRunError if the newest save failed: the run ends, and training since the last save is lost."""

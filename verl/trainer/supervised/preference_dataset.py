@@ -69,11 +69,11 @@ class PreferenceDataset(Dataset):
         self._ids = TokenStore.from_sequences(truncate(ids, config.max_length, config.truncation) for ids, _ in encoded)
         logger.info("%s: %d pairs of %d prompts", self.rows.data_files[0].file, self._pairs, len(self._prompts))
         if self._equal_pairs:
+            others = f" (and {len(self._equal_pairs) - 1} more)" if len(self._equal_pairs) > 1 else ""
             logger.warning(
-                "%s (and %d more rows): both answers are equal; such a pair counts as half correct in val/accuracy. "
-                "Remove such rows.",
+                "%s%s: both answers are equal; such a pair counts as half correct in val/accuracy. Remove such rows.",
                 self.rows.where(self._equal_pairs[0]),
-                len(self._equal_pairs) - 1,
+                others,
             )
 
     def __len__(self) -> int:

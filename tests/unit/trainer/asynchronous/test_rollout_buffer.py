@@ -114,6 +114,20 @@ def test_rejected_groups_are_used_up_and_others_take_their_place_in_the_batch():
     assert buffer.capacity(1) == 0, "the run is over"
 
 
+def test_the_largest_trained_staleness_is_without_rejected_groups():
+    buffer = RolloutBuffer(1, 1, in_order=True, batches=4)
+    for serial in range(3):
+        buffer.mark_finished(send(buffer, serial), 0)
+    buffer.take(0)
+    buffer.metrics(0)
+    buffer.reject(buffer.take(1) or [])
+    buffer.mark_finished(send(buffer, 3, 1), 1)
+    buffer.reject(buffer.take(1) or [])
+    buffer.take(1)
+    buffer.metrics(1)
+    assert buffer.max_trained_staleness == 0
+
+
 def test_over_sampling_keeps_its_surplus_while_it_is_young_enough():
     buffer = RolloutBuffer(2, 1, "wait", surplus=2)
     assert buffer.capacity(0) == 6

@@ -13,7 +13,7 @@ import pytest
 from verl.single_controller.base import HangError
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.recovery import hang_detector
-from verl.trainer.recovery.hang_detector import HangDetector, raise_in_main_thread
+from verl.trainer.recovery.hang_detector import HangDetector, SlowRanks, raise_in_main_thread
 from verl.utils import progress
 from verl.utils.progress import pulse, pulsing, tick
 
@@ -43,6 +43,17 @@ def test_a_function_that_waits_for_itself_is_named_and_raised_out_of():
     assert caught.value.summary.endswith(named)
     assert (caught.value.phase, caught.value.step, caught.value.role) == ("reward", 3, "controller")
     assert status.snapshot().hang is caught.value
+
+
+def test_the_slowest_rank_is_named_with_its_wait():
+    ranks = SlowRanks()
+    for _ in range(2):
+        ranks.record_wait("actor rank 0", 3.0)
+        ranks.record_wait("actor rank 1", 9.0)
+        ranks.step_done(10.0)
+    ranks.record_wait("actor rank 0", 3.0)
+    ranks.record_wait("actor rank 1", 9.0)
+    assert ranks.step_done(10.0) == (9.0, "actor rank 1")
 
 
 @pytest.mark.parametrize("move", [tick, pulse])
