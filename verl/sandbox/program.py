@@ -28,7 +28,7 @@ from verl.sandbox.cgroup import RunCgroup
 from verl.utils import process_tree
 
 # Reports of a cell.
-FINISHED, ERROR, MEMORY = b"F", b"E", b"M"
+STARTED, FINISHED, ERROR, MEMORY = b"S", b"F", b"E", b"M"
 _MAX_PENDING_SIGNALS = 4096  # queued signals and POSIX timers
 _ADDRESS_SPACE = 64 << 30  # at most 128 MB of page tables, unless it is used sparsely
 
@@ -343,27 +343,55 @@ def _print_traceback(error: BaseException) -> None:
 
 
 def _serve_cells(channel: int, main: types.ModuleType) -> int:
-    """Run cells until the supervisor closes the channel; report the end of each with one byte."""
+    """Run cells until the supervisor closes the channel; report the start and the end of each with one byte.
+
+    The supervisor sends SIGINT only to cells that have started. A signal that arrives after the end has no effect.
+    """
     cells = socket.socket(fileno=channel)
+    sigint_handler = signal.signal(signal.SIGINT, _ignore_signal)
     number = 0
     while True:
         try:
             _, (source,), _ = streams.receive(cells)
         except EOFError:
             return _finish(0)
-        except KeyboardInterrupt:  # it arrived after the cell had ended
-            continue
         number += 1
-        cells.sendall(_run_cell(source.decode(errors="replace"), f"<cell {number}>", main.__dict__))
+        name = f"<cell {number}>"
+        report, sigint_handler = _run_cell(cells, source.decode(errors="replace"), name, main.__dict__, sigint_handler)
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        cells.sendall(report)
 
 
-def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:
-    """Execute a cell and print the value of its last expression, as the interactive prompt does; return the report.
+def _ignore_signal(*_: object) -> None:
+    """Handler of SIGINT between cells. Unlike SIG_IGN, programs that a cell starts do not inherit it."""
+
+
+def _run_cell(
+    cells: socket.socket, source: str, name: str, namespace: dict[str, Any], sigint_handler: Any
+) -> tuple[bytes, Any]:
+    """Execute a cell with its handler of SIGINT. Returns the report and the handler for the next cell.
 
     The report is only one byte, because the cell's code can write to the channel, too.
     """
+    report: bytes | None = None
+    while True:
+        try:
+            if report is None:
+                signal.signal(signal.SIGINT, sigint_handler)
+                cells.sendall(STARTED)
+                report = _execute_cell(source, name, namespace)
+            return report, signal.signal(signal.SIGINT, _ignore_signal) or signal.default_int_handler
+        except KeyboardInterrupt as error:  # it arrived while a traceback was printed, or after the end of the cell
+            if report is None:
+                report = ERROR
+                _print_traceback(error)
+
+
+def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:
+    """Execute a cell and print the value of its last expression, as the interactive prompt does; return the report."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    report = FINISHED
     try:
         tree = ast.parse(source, name)
         last = ast.Interactive([tree.body.pop()]) if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -371,12 +399,9 @@ def _run_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:
         if last is not None:
             exec(compile(last, name, "single", dont_inherit=True), namespace)
     except MemoryError as error:
-        report = MEMORY
         _print_traceback(error)
+        return MEMORY
     except BaseException as error:  # noqa: BLE001 - SystemExit and an interrupt end the cell, too, not the session
-        report = ERROR
         _print_traceback(error)
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    return report
+        return ERROR
+    return FINISHED

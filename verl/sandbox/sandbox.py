@@ -371,6 +371,7 @@ class Session:
 
     def __init__(self, link: socket.socket, limits: Limits) -> None:
         self._link = link
+        self._send_lock = threading.Lock()  # an interrupt must not be sent within a cell
         self._owner = os.getpid()
         self._limits = limits
         cpu_s = limits.cpu_s and limits.cpu_seconds()
@@ -386,13 +387,14 @@ class Session:
         if not self.alive:
             return Result("refused", stderr="the session has ended; its variables are lost")
         wall_s = self._limits.wall_s if wall_s is None else wall_s
-        send_job(self._link, {"cell": code, "wall_s": wall_s}, [], wall_s + GRACE_SECONDS)
+        with self._send_lock:
+            send_job(self._link, {"cell": code, "wall_s": wall_s}, [], wall_s + GRACE_SECONDS)
         result, self.alive = receive_result(self._link)
         return result
 
     def interrupt(self) -> None:
         """Interrupt the running cell, as Ctrl-C does. Called from another thread."""
-        with contextlib.suppress(OSError):
+        with self._send_lock, contextlib.suppress(OSError):
             streams.send(self._link, {"interrupt": True})
 
     def close(self) -> None:

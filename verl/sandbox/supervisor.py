@@ -18,7 +18,7 @@ from typing import Any
 
 from verl.sandbox import filesystem, streams
 from verl.sandbox.cgroup import RunCgroup
-from verl.sandbox.program import FINISHED, MEMORY, Confinement, kill_descendants, run_and_exit, run_init
+from verl.sandbox.program import FINISHED, MEMORY, STARTED, Confinement, kill_descendants, run_and_exit, run_init
 from verl.sandbox.run_files import make_executable, read_inside
 from verl.sandbox.streams import Pipes, ProgramOutput
 from verl.sandbox.usage import DiskUsage, MemoryUsage, RunProcesses
@@ -240,21 +240,38 @@ class SandboxSupervisor:
         start_time = time.monotonic()
         with contextlib.suppress(OSError):
             streams.send(cells, {}, [cell["cell"].encode(errors="surrogatepass")])
-        awaited = [cells, self._run]
-        problem, message = self.wait_for_message(pipes, awaited, start_time + cell["wall_s"])
-        if problem in ("timeout", "interrupted"):
-            self._interrupt()
-            second_problem, message = self.wait_for_message(pipes, awaited, time.monotonic() + _INTERRUPT_SECONDS)
-            if second_problem in ("timeout", "interrupted"):
-                problem = f"{problem}, and it did not stop"
-            elif second_problem is not None:
-                problem = f"{problem}, {second_problem}"
+        problem, report = self._wait_for_cell(pipes, cells, start_time + cell["wall_s"])
         seconds = time.monotonic() - start_time
-        report = message["report"] if message is not None and "report" in message else b""
         if not report:
             self.kill_run()
         pipes.drain(time.monotonic() + (0.0 if report else _DRAIN_SECONDS))
         return self._cell_result(problem, report, seconds)
+
+    def _wait_for_cell(self, pipes: Pipes, cells: socket.socket, deadline: float) -> tuple[str | None, bytes]:
+        """Wait for the end of a cell; interrupt it at the deadline or when the client requests it. Returns the problem
+        and the byte that the cell reported; empty: the session must be killed.
+
+        An interrupt waits for the start of the cell: before it, the program could lose the signal.
+        """
+        problem: str | None = None
+        has_started = False
+        while True:
+            event, message = self.wait_for_message(pipes, [cells, self._run], deadline)
+            if message is not None:
+                report = message.get("report", b"")
+                if report != STARTED or has_started:
+                    return problem, report
+                has_started = True
+                if problem is not None:
+                    self._interrupt()
+            elif event in ("timeout", "interrupted") and problem is None:
+                problem, deadline = event, time.monotonic() + _INTERRUPT_SECONDS
+                if has_started:
+                    self._interrupt()
+            elif event == "timeout":
+                return f"{problem}, and it did not stop", b""
+            elif event != "interrupted":
+                return event if problem is None else f"{problem}, {event}", b""
 
     def _cell_result(self, problem: str | None, report: bytes, seconds: float) -> tuple[dict[str, Any], list[bytes]]:
         """Return header and output for the client. `report`: the byte that the cell reported; empty: the session was

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -53,6 +54,18 @@ def test_an_interrupt_from_outside(session: Session) -> None:
     assert result.status == "error", "nor is it a timeout"
     assert result.stderr.endswith("KeyboardInterrupt\n")
     assert session.execute("1").stdout == "1\n"
+
+
+def test_interrupts_at_the_start_of_a_cell_stop_only_this_cell(sandbox: Sandbox) -> None:
+    source = f"import time\ntime.sleep(60)\n{'#' * 2**20}"
+    with sandbox.session() as session, ThreadPoolExecutor(1) as pool:
+        for _ in range(5):  # the first interrupts arrive while the program starts
+            cell = pool.submit(session.execute, source)
+            while not cell.done():
+                session.interrupt()
+                time.sleep(0.001)
+            assert cell.result().stderr.endswith("KeyboardInterrupt\n")
+        assert session.execute("1").stdout == "1\n"
 
 
 def test_an_interrupt_that_comes_too_late_is_forgotten(session: Session) -> None:
