@@ -1,4 +1,4 @@
-"""The engines that the suite runs on, and what each is given on a machine like this one. Tests know no engine."""
+"""The engines that the suite tests, with their settings for a small CPU machine. Tests do not depend on the engine."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ class EngineRow:
     """A column of the table that the suite prints."""
 
     package: str = ""
-    """What must be importable; "" for ours."""
+    """The package that must be installed; "" for engines of verl."""
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys of `actor_rollout_ref.rollout` that it needs on a small CPU machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of the process, before the engine is imported."""
+    """Environment variables of the process, set before the engine is imported."""
     cannot: Mapping[str, str] = field(default_factory=dict)
-    """What it does not do, by the name that a test asks for, and why."""
+    """Reasons why the engine does not support a feature, by the name that tests use for it."""
     shims_for: str = ""
-    """A package without which it runs here with what is in tests/engines/shims."""
+    """A package that is replaced by tests/engines/shims if it is not installed."""
 
 
 ENGINES = {
     "native": EngineRow(
         cannot={
-            "tensor parallel": "its ranks are the workers': tests/distributed",
-            "server": "is joined by no run",
+            "tensor parallel": "its ranks are worker processes, tested in tests/distributed",
+            "server": "a run cannot connect to a server of this engine",
         }
     ),
     "hf": EngineRow(
         cannot={
             "tensor parallel": "runs on one device",
-            "details": "no penalties, biases and log-probs of other tokens",
-            "arguments": "takes none",
-            "prefix cache": "has none",
-            "server": "has none",
-            "experts": "does not say them",
+            "details": "has no penalties, logit biases and top log-probs",
+            "arguments": "has no engine arguments",
+            "prefix cache": "has no prefix cache",
+            "server": "has no server",
+            "experts": "does not return routed experts",
         }
     ),
     "vllm": EngineRow(package="vllm", keys={"engine_kwargs": {"vllm": {"num_gpu_blocks_override": 256}}}),
@@ -50,13 +50,13 @@ ENGINES = {
         shims_for="sgl_kernel",
         cannot={
             "seeds": "seeds a request only with enable_deterministic_inference, which has no CPU kernels",
-            "experts": "does not say them",
+            "experts": "does not return routed experts",
         },
     ),
 }
 
 
-# Heads of 32: vLLM's CPU kernels have none smaller.
+# Head size 32, the smallest of vLLM's CPU kernels.
 TINY = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "plain": TINY,
@@ -77,5 +77,5 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def installed() -> list[str]:
-    """Those that can run here."""
+    """Return the names of the engines that can run on this machine."""
     return [name for name, row in ENGINES.items() if not row.package or find_spec(row.package) is not None]

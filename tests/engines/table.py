@@ -1,4 +1,4 @@
-"""What passed on which engine, as a table; `python -m tests.engines.table FOLDER` joins those of several runs."""
+"""Table of the test results by engine; `python -m tests.engines.table FOLDER` combines the results of several runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = {"passed": "yes", "failed": "NO", "skipped": "-"}
 
 
 def table(results: Mapping[tuple[str, str], tuple[str, str]]) -> str:
-    """`results`: (test, engine) → outcome, and why it was skipped."""
+    """Return the table. `results`: (test, engine) → outcome and the reason for a skip."""
     engines = list(dict.fromkeys(engine for _, engine in results))
     tests = list(dict.fromkeys(test for test, _ in results))
     width = max(map(len, tests))
