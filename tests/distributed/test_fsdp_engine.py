@@ -90,6 +90,7 @@ def test_statistics_are_of_the_values_of_all_ranks(found):
     """0, 1, 2 on one rank and 3, 4, 5 on the other; masked 0 and 3, 4."""
     for rank in range(2):
         assert found[rank]["statistics"] == pytest.approx([2.5, 5.0, 0.0, 3.5**0.5])
+        assert found[rank]["statistics of one rank"] == pytest.approx([4.0, 5.0, 3.0, 1.0])
         assert found[rank]["masked mean"] == pytest.approx(7 / 3)
 
 

@@ -41,6 +41,7 @@ def test_processes_are_started_anew_under_the_same_groups_and_batches_outlive_th
     group.restart()
     after = [each[3] for each in counter.whoami()]
     assert not set(after) & set(before)
+    assert (counter.master_address, counter.master_port) == (group.master_address, group.master_port)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in before)
     assert totals.batch["total"].tolist() == [6] * 4
     assert call(1) == [6, 6], "what it was constructed with, and nothing that it learnt"

@@ -95,6 +95,9 @@ class CompletionOutput:
 class RequestOutput:
     """The output so far; an asynchronous iterator that yields itself after every token."""
 
+    times_out_at: int | None = None
+    """Number of tokens after which requests end with the finish reason `timeout`."""
+
     def __init__(self, prompt: list[int], params: SamplingParams) -> None:
         self.prompt_token_ids, self.params = prompt, params
         self.outputs = [CompletionOutput(0)]
@@ -120,6 +123,8 @@ class RequestOutput:
             completion.logprobs.append({token: Logprob(-token / 100)})
             if len(completion.token_ids) == self.params.max_tokens:
                 completion.finish_reason = "length"
+            elif len(completion.token_ids) == self.times_out_at:
+                completion.finish_reason = "timeout"
         self.finished = completion.finish_reason is not None
         return self
 

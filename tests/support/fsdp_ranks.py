@@ -45,6 +45,9 @@ def run_rank(rank, ranks, folder):
     results["second step"] = {tied: second_gradients(rank_rows, tied) for tied in (False, True)}
     values = torch.arange(3.0) + 3 * rank
     results["statistics"] = [float(part) for part in distributed_mean_max_min_std(values)]
+    results["statistics of one rank"] = [
+        float(part) for part in distributed_mean_max_min_std(values if rank else values[:0])
+    ]
     results["masked mean"] = float(distributed_masked_mean(values, torch.tensor([1, rank, 0])))
     results["empty"] = dict(engine.infer(rank_rows if rank else rank_rows[:0], BOTH).batch.items())
 

@@ -169,11 +169,11 @@ class AgentHost(LoopHost):
         worker: AgentLoopWorker,
         replicas: Sequence[RankHandle],
         loop: asyncio.AbstractEventLoop,
-        no_experts: Callable[[], np.ndarray | None],
+        empty_experts: Callable[[], np.ndarray | None],
     ) -> None:
         """`replicas`: the leading rank of each engine replica. `loop`: an event loop that runs in another thread."""
         rollout, ends = worker.rollout_config, worker.end_tokens
-        super().__init__(rollout, ends.ids, worker.tokenizer.pad_token_id, no_experts)
+        super().__init__(rollout, ends.ids, worker.tokenizer.pad_token_id, empty_experts)
         self._worker, self._loop = worker, loop
         self._scored_by_model = worker.config.reward_model.enable and not serves_reward_model(worker.config)
         self._running: dict[RolloutTask, asyncio.Task[None]] = {}

@@ -241,6 +241,16 @@ def _update_remedies(block: str, model: str) -> tuple[Remedy, ...]:
     )
 
 
+_SUPERVISED = (
+    *_smaller_batches("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
+    Remedy("model.enable_gradient_checkpointing", "on"),
+    Remedy("fsdp_config.reshard_after_forward", "on"),
+    Remedy("ulysses_sequence_parallel_size", "double"),
+    Remedy("fsdp_config.grad_offload", "on"),
+    Remedy("optim.state_dtype", "bf16"),
+    Remedy("data.max_length", "halve"),
+)
+
 _REMEDIES: dict[str, tuple[Remedy, ...]] = {
     "gen": (
         Remedy(f"{_ROLLOUT}.gpu_memory_utilization", "lower"),
@@ -276,15 +286,8 @@ _REMEDIES: dict[str, tuple[Remedy, ...]] = {
         Remedy("optim.state_dtype", "bf16"),
         Remedy("fsdp_config.grad_offload", "off"),
     ),
-    "sft": (
-        *_smaller_batches("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu"),
-        Remedy("model.enable_gradient_checkpointing", "on"),
-        Remedy("fsdp_config.reshard_after_forward", "on"),
-        Remedy("ulysses_sequence_parallel_size", "double"),
-        Remedy("fsdp_config.grad_offload", "on"),
-        Remedy("optim.state_dtype", "bf16"),
-        Remedy("data.max_length", "halve"),
-    ),
+    "sft": _SUPERVISED,
+    "rm": _SUPERVISED,
     "sft_answers": (
         Remedy("rollout.gpu_memory_utilization", "lower"),
         Remedy("optim.state_dtype", "bf16"),

@@ -17,7 +17,7 @@ from verl.utils.py_functional import temp_env_var
 
 __all__ = ["TransferAddress", "TransferGroup", "TransferHost", "TransferLostError"]
 
-# All members join at the same time: a member that has not joined after this time has died.
+# Time limit of joining. All members join at the same time: a member that has not joined by then has died.
 _JOIN_S = 120.0
 # Time limit of one broadcast. Before the first one, the sender may have to load its weights back to the device.
 _BROADCAST_S = 600.0
@@ -100,10 +100,10 @@ class TransferGroup:
         self.broadcast(text)
         return json.loads(text.cpu().numpy().tobytes())
 
-    def failed_members(self, failed: bool) -> list[int]:
-        """Return the ranks that passed `failed=True`; waits for all members."""
+    def members_with_flag(self, flag: bool) -> list[int]:
+        """Return the ranks that passed `flag=True`; waits for all members."""
         flags = torch.zeros(self.size, dtype=torch.int64, device=self.device)
-        flags[self.rank] = int(failed)
+        flags[self.rank] = int(flag)
         with _as_transfer_lost():
             self._group.allreduce([flags]).wait()
         return flags.nonzero().flatten().tolist()

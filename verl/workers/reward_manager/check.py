@@ -118,7 +118,11 @@ def check_reward(
             if (score := clock.wait(future)) is not None:
                 case.scores.append(score)
     scored = [case for case in cases if case.scores]
-    if scored and all(case.scores[0].error is not None for case in scored):
+    if not scored:
+        text = f"none of {len(cases)} answers was scored within the time budget"
+        report.findings.append(RewardFinding("speed", text, "warning"))
+        return report
+    if all(case.scores[0].error is not None for case in scored):
         report.fatal_error = str(scored[0].scores[0].error)
     report.samples = [
         ScoredAnswer(case.kind, case.sample.solution_str, case.sample.ground_truth, case.value)
@@ -273,9 +277,12 @@ class _TimeBudget:
         return self._budget is not None and time.monotonic() - self._start > self._budget / 2
 
     def affordable(self, seconds: Sequence[float]) -> int:
-        """The number of calls of this duration that fit into the remaining time; at least `_MIN_CALLS`."""
-        if self._budget is None or not seconds:
+        """The number of calls of these durations (none: unknown) that fit into the remaining time; at least
+        `_MIN_CALLS`."""
+        if self._budget is None:
             return sys.maxsize
+        if not seconds:
+            return _MIN_CALLS
         left = max(0.0, self._start + self._budget - time.monotonic())
         return max(_MIN_CALLS, int(left / (sum(seconds) / len(seconds))))
 

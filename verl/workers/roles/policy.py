@@ -136,6 +136,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
                 raise ValueError(
                     "update_actor: several optimizer steps require old_log_probs. Call compute_log_prob first."
                 )
+            data = data.select()
             data.batch[ROW] = torch.arange(len(data))
         self._actor_changed = True
         # Experts of R2 come from compute_log_prob, which did not run if this pass computes the old log-probs.

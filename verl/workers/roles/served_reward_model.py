@@ -7,7 +7,8 @@ import secrets
 from typing import Any
 
 from verl.config import RewardModelConfig, as_config
-from verl.inference.server import load_app, options_parser
+from verl.inference.serving import options_parser
+from verl.inference.serving.program import load_app
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.fs import resolve_model_path
@@ -25,6 +26,7 @@ class ServedRewardModelWorker(Worker):
     def __init__(self, config: Any) -> None:
         self.config = as_config(RewardModelConfig, config)
         self._resources = contextlib.ExitStack()
+        """The server and what it uses, until the process ends: shutting down the worker group kills it."""
         self._offloaded = False
         self._address = ""
         self._key = secrets.token_hex(16)
@@ -83,6 +85,3 @@ class ServedRewardModelWorker(Worker):
         if self._offloaded:
             self._served.onload()
             self._offloaded = False
-
-    def close(self) -> None:
-        self._resources.close()

@@ -142,6 +142,7 @@ class SFTWorker(SupervisedWorker):
         return DataProto.from_dict(columns, meta_info={"metrics": metrics})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("sft"))
+    @explain_out_of_memory("sft")
     def evaluate(self, data: DataProto) -> DataProto:
         """Return the loss of `train_batch` without training, as metric `val/loss`; filler rows have mask 0.
 
@@ -257,7 +258,7 @@ class RewardTrainingWorker(SupervisedWorker):
         self._start("rm")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rm"))
-    @explain_out_of_memory("sft")
+    @explain_out_of_memory("rm")
     def evaluate(self, data: DataProto) -> DataProto:
         """Return `scores` [rows] and the columns of the batch other than tokens."""
         result = infer_columns(self.engine, data, {"scores": "scores"}, 1.0, micro_batching(self.config))
@@ -265,7 +266,7 @@ class RewardTrainingWorker(SupervisedWorker):
         return result.union(data.select(batch_keys=others)) if self.engine.collects else result
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("rm"))
-    @explain_out_of_memory("sft")
+    @explain_out_of_memory("rm")
     def train_batch(self, data: DataProto) -> DataProto:
         """Take one optimizer step on the rows of all ranks; return `scores` [rows] before it, and metrics.
 

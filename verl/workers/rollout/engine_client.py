@@ -279,7 +279,8 @@ class EngineClient:
 
     def _choose_replica(self, request_id: str, group: str) -> _Replica:
         """Return the replica of earlier turns. For a first turn, return the least loaded replica, or the replica of its
-        group, whose requests share the prompt, if it has at most `_GROUP_EXTRA_LOAD` more requests.
+        group, whose requests share the prompt, if it has at most `_GROUP_EXTRA_LOAD` more requests. Without a group,
+        `group` is empty.
 
         If all replicas are lost, return one of them: sending to it raises EngineLostError.
         """
@@ -294,7 +295,8 @@ class EngineClient:
         group_replica = self._replica_of_group.get(group, least_loaded)
         use_group = group_replica.lost is None and group_replica.load <= least_loaded.load + _GROUP_EXTRA_LOAD
         replica = group_replica if use_group else least_loaded
-        for key, stored in ((request_id, self._replica_of_conversation), (group, self._replica_of_group)):
+        groups = [(group, self._replica_of_group)] if group else []
+        for key, stored in ((request_id, self._replica_of_conversation), *groups):
             stored[key] = replica
             if len(stored) > MAX_STORED_REPLICAS:
                 stored.popitem(last=False)

@@ -21,9 +21,12 @@ T = TypeVar("T")
 
 # Timeout of a pause: from the source's pause to the end of all streams.
 _PAUSE_TIMEOUT_S = 60.0
+# Finish reasons that are no failures.
+_FINISH_REASONS = ("stop", "length", "abort")
 
 StreamEvent = tuple[list[int], list[float], str | None]
-"""New tokens, their log-probs, and the finish reason (`abort`: the request was aborted) or None."""
+"""New tokens, their log-probs, and the finish reason or None: `stop`, `length`, `abort` (the request was aborted), or
+the engine's name of a failure."""
 
 
 class TokenSource(Protocol):
@@ -164,7 +167,7 @@ class StreamingServer:
         tokens: list[int],
         log_probs: list[float],
         finish_reason: str | None,
-        error: Exception | None = None,
+        error: Exception | str | None = None,
     ) -> None:
         with self._lock:
             if self._streams.get(stream.name) is not stream:
@@ -174,6 +177,8 @@ class StreamingServer:
             finished = finish_reason is not None and not (finish_reason == "abort" and self._paused)
             if finished:
                 del self._streams[stream.name]
+                if error is None and finish_reason not in _FINISH_REASONS:
+                    error = f"the engine ended it with finish reason {finish_reason!r}. Its log may have the cause."
             if tokens or finished:
                 self._on_chunks([TokenChunk(stream.name, tokens, log_probs, finished, error)])
 

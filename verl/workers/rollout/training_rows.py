@@ -26,7 +26,7 @@ def rows_from_trajectories(
     response_length: int | None = None,
     with_drawn: bool = False,
     with_experts: bool = True,
-    no_experts: np.ndarray | None = None,
+    empty_experts: np.ndarray | None = None,
 ) -> DataProto:
     """The generated batch, on the CPU: trajectories in order; the rows of a trajectory are adjacent.
 
@@ -36,9 +36,9 @@ def rows_from_trajectories(
     unknown versions -1; on other tokens they are 0 and -1.
 
     `with_drawn` adds `rollout_drawn_log_probs`: log-probs under the distribution that was sampled from, after
-    truncation and penalties. `with_experts` adds `routed_experts` if a turn has them, or if `no_experts` [0, layers, k]
-    defines the shape and dtype of a column of unknown values. If a trajectory has an `extra`, the batch has the columns
-    of agents (`_agent_columns`).
+    truncation and penalties. `with_experts` adds `routed_experts` if a turn has them, or if `empty_experts`
+    [0, layers, k] defines the shape and dtype of a column of unknown values. If a trajectory has an `extra`, the batch
+    has the columns of agents (`_agent_columns`).
     """
     owners = [trajectory for trajectory in trajectories for _ in trajectory.rows]
     rows = [row for trajectory in trajectories for row in trajectory.rows]
@@ -62,7 +62,7 @@ def rows_from_trajectories(
         "response_mask": (sampled & _finished_mask(owners)).astype(np.int64),
         **_sampled_columns(turns, sampled, with_drawn),
     }
-    known = next((turn.routed_experts for turn in turns if turn.routed_experts is not None), no_experts)
+    known = next((turn.routed_experts for turn in turns if turn.routed_experts is not None), empty_experts)
     if with_experts and known is not None:
         columns["routed_experts"] = _routed_experts(rows, known, prompts.shape[1], attention_mask.shape[1])
     has_agent_columns = any(trajectory.extra for trajectory in trajectories)

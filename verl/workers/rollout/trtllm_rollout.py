@@ -171,7 +171,6 @@ def watch_actors(on_end: Callable[[str], None]) -> None:
 
 # ---------------------------------------------------------------- tokens
 
-_FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "abort"}
 # An id that no token has. End tokens are passed as `stop_token_ids`, which the engine reports, not as `end_id`.
 _NO_TOKEN = -1
 
@@ -212,7 +211,7 @@ class TRTLLMSource:
                 received = len(completion.token_ids)
                 log_probs = [entry[token].logprob for token, entry in zip(tokens, entries, strict=True)]
                 reason = completion.finish_reason
-                yield list(tokens), log_probs, None if reason is None else _FINISH_REASONS.get(reason, "error")
+                yield list(tokens), log_probs, "abort" if reason == "cancelled" else reason
         finally:
             self._running.discard(result)
             if not result.finished:

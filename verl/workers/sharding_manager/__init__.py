@@ -103,10 +103,10 @@ class BroadcastSender:
             raise
         except Exception as error:
             group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
-            group.failed_members(True)
+            group.members_with_flag(True)
             raise
         group.broadcast_json({"fingerprint": sent.fingerprint})
-        refused = group.failed_members(False)
+        refused = group.members_with_flag(False)
         if refused:
             raise WeightMismatchError(
                 f"weights: version {version} was refused by rollout rank(s) {[rank - 1 for rank in refused]};"
@@ -124,7 +124,7 @@ class BroadcastSender:
                 header = {"version": version, "dtype": dtype_name(self.dtype), "manifest": _manifest_json(manifest)}
                 self.group.broadcast_json(header | {"trained": None if trained is None else sorted(trained)})
                 if trained is not None:  # receivers set their flag if they still request frozen weights
-                    frozen_missing = [bool(self.group.failed_members(False))]
+                    frozen_missing = [bool(self.group.members_with_flag(False))]
         finally:
             if trained is not None and dist.is_initialized() and dist.get_world_size() > 1:
                 dist.broadcast_object_list(frozen_missing, src=0)
@@ -171,7 +171,7 @@ class BroadcastReceiver:
         size = 0
         first = self.group.broadcast_json()
         if first.get("trained") is not None:
-            self.group.failed_members(loader.requests_others(first["trained"]))
+            self.group.members_with_flag(loader.requests_others(first["trained"]))
         steps.run(loader.begin, first)
         while "tensors" in (header := self.group.broadcast_json()):
             layout = [BucketPiece(**piece) for piece in header["tensors"]]
@@ -181,7 +181,7 @@ class BroadcastReceiver:
         if steps.error is not None and "error" not in header:
             rollout.raise_on_peers(steps.error)
         steps.run(loader.finish, header)
-        self.group.failed_members(steps.error is not None)
+        self.group.members_with_flag(steps.error is not None)
         return len(header.get("fingerprint", ())), size
 
 

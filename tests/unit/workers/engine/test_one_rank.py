@@ -32,7 +32,9 @@ from verl.types.weights import TensorSpec
 from verl.workers.engine.base import Counts, MicroBatching
 from verl.workers.engine.common import base_engine
 from verl.workers.engine.common.base_engine import compiled_pass
+from verl.workers.engine.common.groups import ensure_process_group
 from verl.workers.engine.fsdp import sharding
+from verl.workers.engine.fsdp.weights import ModelWeights
 
 BOTH = ["log_probs", "entropy"]
 
@@ -589,3 +591,10 @@ def test_compiled_graphs_are_counted():
     for size in (3, 4, 5):
         double(torch.ones(size))
     assert base_engine.compiled_graphs() == before + 1
+
+
+def test_a_requested_weight_without_elements_is_sent():
+    ensure_process_group(torch.device("cpu"))
+    weights = ModelWeights(torch.nn.Embedding(0, 4), None, torch.device("cpu"))
+    (bucket,) = weights.buckets(torch.float32, max_bytes=1024, requested=[{"weight": range(0)}])
+    assert {name: tensor.shape for name, tensor in bucket.items()} == {"weight": (0, 4)}

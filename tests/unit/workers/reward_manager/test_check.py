@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from verl.utils.reward_score import default_compute_score
 from verl.workers.reward_manager import ScorerPool
 from verl.workers.reward_manager.check import RewardRow, check_reward
+from verl.workers.reward_manager.scorer import Sample, Score
 
 ROWS = [RewardRow("openai/gsm8k", str(truth), {}) for truth in (72, 5, 18, 1000, 3, 40)]
 
@@ -117,3 +119,18 @@ def test_a_budget_ends_the_check_whatever_the_function_does():
     with ScorerPool(slow, processes=1, timeout=3600.0) as pool:
         report = check_reward(pool.submit, ROWS, is_user_function=True, budget_seconds=0.5)
     assert [finding.verdict for finding in report.findings if finding.question == "speed"] == ["warning"]
+
+
+def test_few_calls_are_submitted_if_none_after_the_first_returns():
+    submitted: list[Sample] = []
+
+    def submit(sample: Sample) -> Future[Score]:
+        submitted.append(sample)
+        future: Future[Score] = Future()
+        if len(submitted) == 1:
+            future.set_result(Score(1.0))
+        return future
+
+    report = check_reward(submit, ROWS * 8, is_user_function=True, budget_seconds=0.1)
+    assert len(submitted) == 1 + 1 + 6, "the first call, a timed call, and the smallest check"
+    assert [(finding.question, finding.verdict) for finding in report.findings] == [("speed", "warning")]

@@ -7,10 +7,11 @@ import pytest
 import ray
 import torch
 
-from verl.config import CriticConfig, PPOConfig, SFTConfig, as_config, devices, load_config
+from verl.config import CriticConfig, PPOConfig, RMConfig, SFTConfig, as_config, devices, load_config
 from verl.config.devices import MemoryState, memory_state, oom_kills
 from verl.config.schema import get_path, walk
 from verl.planning.remedies import PHASES, applicable_remedies, remedies
+from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker_group import WorkerCallError, WorkerDiedError
@@ -19,6 +20,7 @@ from verl.single_controller.ray import RayClassWithInitArgs, create_colocated_wo
 from verl.single_controller.ray.rank_monitor import RecentMemory, explain_death
 from verl.trainer.common.run_status import RunStatus
 from verl.trainer.common.training_health import add_memory_advice
+from verl.workers.roles.supervised import RewardTrainingWorker, SFTWorker
 from verl.workers.roles.training import explain_out_of_memory
 
 MESSAGE = (
@@ -32,7 +34,7 @@ class FullDevice:
     def __init__(self, error: str) -> None:
         self.error = error
 
-    def infer(self) -> None:
+    def infer(self, *_: object) -> None:
         raise torch.OutOfMemoryError(self.error)
 
 
@@ -83,6 +85,18 @@ def test_keys_of_another_engine_are_not_advised():
         start(strategy="megatron").update_critic()
     assert "ppo_micro_batch_size_per_gpu" in str(caught.value)
     assert "critic.fsdp_config" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("worker_class", "root", "phase"), [(SFTWorker, SFTConfig, "sft"), (RewardTrainingWorker, RMConfig, "rm")]
+)
+def test_an_evaluation_of_a_supervised_run_names_its_program_and_keys(worker_class, root, phase):
+    keys = ["model.path=org/model", "data.train_files=x", "trainer.device=cpu", "data.micro_batch_size_per_gpu=8"]
+    worker = worker_class(load_config(None, keys, check_files=False, root=root))
+    worker.engine = FullDevice(MESSAGE)
+    with pytest.raises(torch.OutOfMemoryError, match=rf"^{phase}: out of device memory") as caught:
+        worker.evaluate(DataProto())
+    assert "1. data.micro_batch_size_per_gpu (now 8)" in str(caught.value)
 
 
 class Actor(Worker):
@@ -163,7 +177,7 @@ def test_a_phase_that_fits_gives_its_result():
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_remedy_is_a_key_that_exists_and_can_move(phase):
-    known = dict(walk(SFTConfig if phase.startswith("sft") else PPOConfig))
+    known = dict(walk(RMConfig if phase == "rm" else SFTConfig if phase.startswith("sft") else PPOConfig))
     for remedy in remedies(phase):
         assert remedy.key in known
         assert remedy.only_if is None or remedy.only_if[0] in known

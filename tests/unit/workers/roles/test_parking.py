@@ -94,3 +94,12 @@ def test_the_kv_cache_is_released_until_the_first_generation(start, frees):
     assert worker.rollout.held_bytes()["kv_cache"] > 0
     worker.end_generation()
     assert (worker.rollout.held_bytes()["kv_cache"] == 0) is frees
+
+
+def test_an_update_adds_no_column_to_the_batch_of_the_caller(start):
+    worker, data = start("actor_rollout_ref.actor", "actor"), make_batch(rows=2)
+    data.batch["advantages"] = data.batch.pop("weights")
+    data.meta_info = {"temperature": 1.0, "mini_batches": 1}
+    columns = set(data.batch.keys())
+    assert "old_log_probs" in worker.update_actor(data).batch.keys()
+    assert set(data.batch.keys()) == columns

@@ -101,6 +101,18 @@ def test_a_first_turn_goes_to_the_least_loaded_replica_and_later_turns_stay_ther
     asyncio.run(check())
 
 
+def test_conversations_outside_of_trajectories_are_no_group():
+    two = Loaded(2)
+
+    async def check() -> None:
+        async with engine_client(*two.handles, params=PARAMS) as client:
+            for number in range(4):
+                await client.generate(f"c{number}", prompt_ids=[1, 2], sampling_params={})
+
+    asyncio.run(check())
+    assert two.counts == [2, 2]
+
+
 class Name(str):
     """A name with weak references."""
 

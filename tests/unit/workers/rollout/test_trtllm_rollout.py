@@ -123,6 +123,12 @@ def test_what_is_aborted_ends_there(start):
     assert all(result.aborted for result in AsyncLLM.last.requests)
 
 
+def test_a_request_that_ends_for_another_reason_fails_with_that_reason(start, monkeypatch):
+    monkeypatch.setattr(fake_tensorrt_llm.RequestOutput, "times_out_at", 3)
+    with pytest.raises(RuntimeError, match=r"^rollout: request 'r0': .*'timeout'"):
+        ask(start())[0].result()
+
+
 def test_weights_go_by_handles_of_the_workers_device_and_then_the_end_is_said(start, monkeypatch):
     rollout, model = start(load_format="dummy"), tiny_model(seed=3)
     rollout.update_weights(model.state_dict().items())

@@ -15,11 +15,13 @@ from tests.support.url_server import URLServer, expected_tokens
 from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.types.request import EngineDiedError, Request, SamplingParams
 from verl.types.weights import WeightMismatchError
+from verl.utils.transfer_group import TransferGroup
+from verl.workers.rollout import url_rollout
 from verl.workers.rollout.placement import open_rollout
 from verl.workers.rollout.url_rollout import URLRollout
 from verl.workers.rollout.url_rollout import server as server_module
-from verl.workers.rollout.url_rollout.server import ServerError
-from verl.workers.rollout.url_rollout.sglang_server import SGLangServerAPI
+from verl.workers.rollout.url_rollout.server import ControlClient, ServerError, ServerLostError
+from verl.workers.rollout.url_rollout.sglang_server import SGLangServerAPI, SGLangTransport
 
 PROMPTS = [[10 + i, 20, 30 + i] for i in range(12)]
 
@@ -138,11 +140,14 @@ def test_weights_arrive_bit_for_bit_and_old_prefixes_go(server, join):
 
 def test_what_a_server_says_against_a_hand_over_is_heard_at_once_and_the_next_one_goes_well(server, join, monkeypatch):
     rollout, weights = join(server), tiny_model(seed=3).state_dict()
+    abort, aborted = TransferGroup.abort, []
+    monkeypatch.setattr(TransferGroup, "abort", lambda group: (aborted.append(group.rank), abort(group)))
     with monkeypatch.context() as patch:
         patch.setattr(server.member, "verl_receive", lambda pieces: 1 / 0)
         with pytest.raises(ServerError, match=r"/collective_rpc .*500"):
             rollout.update_weights(weights.items())
     rollout.update_weights(weights.items())
+    assert aborted == [0, 1], "both members of the group that failed"
     assert all(torch.equal(tensor, server.member.loaded[name]) for name, tensor in weights.items())
 
 
@@ -252,3 +257,50 @@ def test_nobody_there_or_another_engine_is_said_at_start(server, join):
     server.stop()
     with pytest.raises(ServerError, match=rf"^rollout\.server_urls: {server.url} .*Errno 111"):
         join(server)
+
+
+def test_a_server_that_is_refused_leaves_no_open_client(server, join, monkeypatch):
+    clients: list[ControlClient] = []
+
+    class Recorded(ControlClient):
+        def __init__(self, url: str) -> None:
+            super().__init__(url)
+            clients.append(self)
+
+    monkeypatch.setattr(url_rollout, "ControlClient", Recorded)
+    server.length = 64
+    for name in ("sglang", "vllm"):
+        with pytest.raises(ServerError):
+            join(server, name=name)
+        with pytest.raises(RuntimeError, match="closed"):
+            clients[-1].get("/version")
+
+
+def test_a_wait_that_ends_because_the_client_is_closed_names_no_timeout(server):
+    class Closing(ControlClient):
+        """Closed after its first attempt."""
+
+        def has_endpoint(self, path: str) -> bool:
+            try:
+                return super().has_endpoint(path)
+            finally:
+                self.close()
+
+    server.stop()
+    with pytest.raises(ServerLostError, match="closed") as caught:
+        Closing(server.url).wait_for_reply()
+    assert "120 s" not in str(caught.value)
+
+
+def test_weights_without_a_common_name_say_nothing_about_the_hash_of_sglang(caplog):
+    reply = {"ranks": [{"checksums": {"model.layers.0.self_attn.qkv_proj.weight": "0" * 16}}]}
+    api: Any = SimpleNamespace(
+        client=SimpleNamespace(url="http://server"),
+        ranks=1,
+        command=lambda path, **body: reply,
+        set_weight_label=lambda label: None,
+    )
+    SGLangTransport(api, torch.device("cpu")).finish()
+    (record,) = caplog.records
+    assert "http://server" in record.getMessage()
+    assert "SHA-256" not in record.getMessage()

@@ -88,7 +88,10 @@ def checkpoint_differences(folder: Path, contents: Collection[str], expected: Mo
 def require_fit(folder: Path, contents: Collection[str], expected: ModelDescription) -> None:
     """Raise ValueError if the `contents` of a checkpoint do not fit a model."""
     if problems := checkpoint_differences(folder, contents, expected):
-        raise ValueError(f"{folder} does not fit this model: {'; '.join(problems)}.")
+        raise ValueError(
+            f"{folder} does not fit this model: {'; '.join(problems)}. Use the model and settings it was saved with and"
+            " load only what it contains (checkpoint.load_contents), or load another checkpoint."
+        )
 
 
 def model_differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from verl.models.lora import Adapters
 from verl.types.weights import (
+    BucketTensors,
     Manifest,
-    NamedRows,
     RequestedRows,
     TensorSlice,
     TensorSpec,
@@ -73,7 +73,7 @@ class ModelWeights:
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None
-    ) -> Iterator[NamedRows]:
+    ) -> Iterator[BucketTensors]:
         """See `TrainEngine.buckets`. A weight with an adapter is gathered whole on every rank."""
         routing = None if requested is None else RowRouting(requested)
         for bucket in bucketed(self._slabs(dtype, max_bytes, routing), max_bytes):
@@ -95,7 +95,7 @@ class ModelWeights:
                 continue
             target = dtype if dtype is not None and value.is_floating_point() else value.dtype
             size = target.itemsize * value.numel()
-            parts = 1 if routing is None or self._has_adapter(name) else math.ceil(size / max_bytes)
+            parts = 1 if routing is None or self._has_adapter(name) else max(1, math.ceil(size / max_bytes))
             for slab in Slab(name, value, target).split(parts):
                 yield slab, size // parts
 
@@ -165,7 +165,7 @@ class UnmergedWeights:
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None = None
-    ) -> Iterator[NamedRows]:
+    ) -> Iterator[BucketTensors]:
         self._prepare()
         for bucket in self._weights.buckets(dtype, max_bytes, requested):
             yield {key: self._scaled(key, rows) for key, rows in bucket.items()}
@@ -231,7 +231,7 @@ class Slab:
         stop = self.height if self.stop is None else min(self.stop, self.height)
         return range(first + self.start, min(first + stop, _num_rows(self.value)))
 
-    def keyed(self, rows: range, tensor: torch.Tensor) -> NamedRows:
+    def keyed(self, rows: range, tensor: torch.Tensor) -> BucketTensors:
         """Return these rows of the full tensor as entry of a bucket."""
         return {bucket_key(self.name, rows, _num_rows(self.value)): tensor}
 
@@ -256,7 +256,7 @@ class RowRouting:
         """Return the requests of the ranks of a group."""
         return [self._requested[rank] for rank in dist.get_process_group_ranks(group)]
 
-    def own_rows(self, slab: Slab, tensor: torch.Tensor) -> NamedRows:
+    def own_rows(self, slab: Slab, tensor: torch.Tensor) -> BucketTensors:
         """Return the rows of `tensor`, an unsharded slab, that this rank requests."""
         present = range(slab.start, slab.start + _num_rows(tensor))
         own = overlap(present, self._own.get(slab.name, range(0)))
@@ -265,9 +265,9 @@ class RowRouting:
         return slab.keyed(own, tensor[own.start - present.start : own.stop - present.start]) if own else {}
 
 
-def gather(slabs: Sequence[Slab], device: torch.device, routing: RowRouting | None) -> NamedRows:
+def gather(slabs: Sequence[Slab], device: torch.device, routing: RowRouting | None) -> BucketTensors:
     """Return this rank's rows of the slabs; slabs of equal mesh, dtype and routing share one collective."""
-    result: NamedRows = {}
+    result: BucketTensors = {}
     batches: dict[tuple[DeviceMesh, torch.dtype, bool], list[Slab]] = {}
     for slab in slabs:
         if slab.shards > 1:
@@ -326,7 +326,7 @@ def _exchange(
     dtype: torch.dtype,
     device: torch.device,
     requested: Sequence[RequestedRows],
-) -> NamedRows:
+) -> BucketTensors:
     """Send each rank of the mesh the rows it requests (all-to-all); return this rank's rows."""
     if not any(slab.name in request for slab, request in product(slabs, requested)):
         return {}  # another copy of the weights serves the ranks that request them
@@ -353,7 +353,7 @@ def _exchange(
         part = received[at : at + size].view(len(rows), *slab.value.shape[1:])
         by_slab.setdefault(slab, []).append((rows, part))
         at += size
-    result: NamedRows = {}
+    result: BucketTensors = {}
     for slab, parts in by_slab.items():
         result |= _joined(slab, parts)
     return result
@@ -365,7 +365,7 @@ def _requested_rows(slabs: Sequence[Slab], shard: int, requested: RequestedRows)
     return [(slab, requested) for slab, requested in rows if requested]
 
 
-def _joined(slab: Slab, parts: list[tuple[range, torch.Tensor]]) -> NamedRows:
+def _joined(slab: Slab, parts: list[tuple[range, torch.Tensor]]) -> BucketTensors:
     """Concatenate the parts of whole shards, whose rows are consecutive; parts of split shards stay separate."""
     if slab.stop is not None:
         return {TensorSlice(slab.name, rows.start, rows.stop): part for rows, part in parts}

@@ -22,7 +22,7 @@ from torch import nn
 from verl.config.engine import MegatronConfig
 from verl.models.loading import ModelKind
 from verl.models.megatron_core import CoreArchitecture, CoreWeight, Piece, shard_slices, weight_map
-from verl.types.weights import NamedRows, RequestedRows, bucketed
+from verl.types.weights import BucketTensors, RequestedRows, bucketed
 from verl.workers.engine.common import groups
 from verl.workers.engine.megatron.gathering import ModelCopy, RowRange, gather_everywhere, gather_on_rank0
 from verl.workers.engine.megatron.weights import CoreWeights, HFFiles
@@ -205,7 +205,7 @@ class BridgedWeights(CoreWeights):
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None
-    ) -> Iterator[NamedRows]:
+    ) -> Iterator[BucketTensors]:
         """See `TrainEngine.buckets`."""
         ranges = self._row_ranges(dtype, max_bytes, requested)
         converters = {
@@ -213,7 +213,7 @@ class BridgedWeights(CoreWeights):
             for target in {part.dtype for part in ranges}
         }
         for bucket in bucketed(((part, part.nbytes) for part in ranges), max_bytes):
-            result: NamedRows = {}
+            result: BucketTensors = {}
             for part in bucket:
                 tensor = converters[part.dtype].rows(part.name, part.rows)
                 assert tensor is not None

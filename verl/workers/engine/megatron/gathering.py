@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from verl.types.weights import NamedRows, RequestedRows, bucket_key, overlap
+from verl.types.weights import BucketTensors, RequestedRows, bucket_key, overlap
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class RowRange:
         """Return the requested rows of this range."""
         return overlap(self.rows, request.get(self.name, range(0)))
 
-    def keyed(self, rows: range, tensor: torch.Tensor) -> NamedRows:
+    def keyed(self, rows: range, tensor: torch.Tensor) -> BucketTensors:
         """Return these rows as entry of a bucket."""
         return {bucket_key(self.name, rows, self.shape[0]): tensor}
 
@@ -96,7 +96,7 @@ Transfer: TypeAlias = tuple[RowRange, HeldRectangle, range]
 
 def gather_everywhere(
     ranges: Sequence[RowRange], copy: ModelCopy, shards: Mapping[str, torch.Tensor], device: torch.device
-) -> NamedRows:
+) -> BucketTensors:
     """Return all rows on every rank of the copy; each rank in turn broadcasts its part."""
     if len(copy.ranks) == 1:
         return {key: value for part in ranges for key, value in _own_rows(part, copy, shards, device).items()}
@@ -126,7 +126,9 @@ def _broadcast(
         held.write(targets[part], part.rows.start, rows, values)
 
 
-def _own_rows(part: RowRange, copy: ModelCopy, shards: Mapping[str, torch.Tensor], device: torch.device) -> NamedRows:
+def _own_rows(
+    part: RowRange, copy: ModelCopy, shards: Mapping[str, torch.Tensor], device: torch.device
+) -> BucketTensors:
     """Return the rows of a rank that holds the whole copy; without copying, if one shard contains all of them."""
     (transfers,) = _transfers([part], copy)
     if len(transfers) == 1:
@@ -144,14 +146,14 @@ def exchange(
     device: torch.device,
     requested: Sequence[RequestedRows],
     max_bytes: int,
-) -> NamedRows:
+) -> BucketTensors:
     """Send each rank of the copy the rows it requests (all-to-all); return this rank's rows.
 
     `requested`: the requests of all global ranks. Ranks are served in rounds, so that no rank sends more than about
     `max_bytes` at once.
     """
     requests = [requested[rank] for rank in copy.ranks]
-    result: NamedRows = {}
+    result: BucketTensors = {}
     for dtype in dict.fromkeys(part.dtype for part in ranges):
         same_dtype = [part for part in ranges if part.dtype == dtype]
         by_request = {id(request): _transfers(same_dtype, copy, request) for request in requests}
@@ -208,7 +210,7 @@ def _assemble(
     received: Sequence[torch.Tensor],
     request: RequestedRows,
     device: torch.device,
-) -> NamedRows:
+) -> BucketTensors:
     """Return the rows of this rank's `request`, from the buffers `received` from each owner."""
     rows_of = {part: rows for part in ranges if (rows := part.requested_by(request))}
     targets = {part: part.empty(rows, device) for part, rows in rows_of.items()}

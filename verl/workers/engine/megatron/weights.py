@@ -16,7 +16,7 @@ from torch import nn
 
 from verl.models.loading import ModelKind, pretrained_model
 from verl.models.megatron_core import CoreArchitecture, CoreWeight, Piece, matrix_rectangles, shard_slices, weight_map
-from verl.types.weights import Manifest, NamedRows, RequestedRows, TensorSpec, bucketed, distinct_requests, overlap
+from verl.types.weights import BucketTensors, Manifest, RequestedRows, TensorSpec, bucketed, distinct_requests, overlap
 from verl.workers.engine.common import groups
 from verl.workers.engine.common.sharded_checkpoint import Chunk
 from verl.workers.engine.megatron.gathering import (
@@ -80,7 +80,7 @@ class CoreWeights:
 
     def buckets(
         self, dtype: torch.dtype | None, max_bytes: int, requested: Sequence[RequestedRows] | None
-    ) -> Iterator[NamedRows]:
+    ) -> Iterator[BucketTensors]:
         """See `TrainEngine.buckets`."""
         ranges = self._row_ranges(dtype, max_bytes, requested)
         for bucket in bucketed(((part, part.nbytes) for part in ranges), max_bytes):
@@ -101,9 +101,9 @@ class CoreWeights:
 
     def _bucket(
         self, ranges: Sequence[RowRange], requested: Sequence[RequestedRows] | None, max_bytes: int
-    ) -> NamedRows:
+    ) -> BucketTensors:
         requests = distinct_requests(requested)
-        result: NamedRows = {}
+        result: BucketTensors = {}
         for copy in (self._dense, self._experts):
             in_copy = [part for part in ranges if part.name in copy.held]
             # Without requests, all ranks receive all rows.

@@ -316,6 +316,8 @@ class EngineProcess:
         try:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)
         except BaseException as error:  # noqa: BLE001 - raised in the constructor
+            self._channel.close()
+            Path(self.log).unlink(missing_ok=True)
             started.set_exception(error)
             return
         self.pid = process.pid

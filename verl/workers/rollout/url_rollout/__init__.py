@@ -99,6 +99,21 @@ def connect(
     """The API of the server at a URL, and the transport of weights from `device`. ServerError, with cause and remedy,
     if the server is not suitable for this run. `eos_token_ids`: the model's end tokens."""
     client = ControlClient(url)
+    try:
+        return _api_and_transport(client, model_path, config, hf_config, eos_token_ids, device)
+    except BaseException:
+        client.close()
+        raise
+
+
+def _api_and_transport(
+    client: ControlClient,
+    model_path: str,
+    config: RolloutConfig,
+    hf_config: Any,
+    eos_token_ids: frozenset[int],
+    device: torch.device,
+) -> tuple[VllmServerAPI | SGLangServerAPI, VllmTransport | SGLangTransport]:
     kind = "sglang" if client.has_endpoint("/model_info") else "vllm" if client.has_endpoint("/version") else None
     if kind is None:
         raise ServerError(

@@ -100,10 +100,14 @@ class ControlClient:
                 problem = "it reports that it is not healthy"
             except ServerLostError as error:
                 problem = _describe(error.__cause__ or error)
-            if time.monotonic() > deadline or self._closed.wait(_RETRY_INTERVAL_S):
+            if time.monotonic() > deadline:
                 raise ServerLostError(
                     f"rollout.server_urls: {self.url} has not replied for {RECONNECT_TIMEOUT_S:.0f} s: {problem}. See"
                     " its log."
+                )
+            if self._closed.wait(_RETRY_INTERVAL_S):
+                raise ServerLostError(
+                    f"rollout.server_urls: the client of {self.url} was closed while it waited for a reply: {problem}."
                 )
 
     def close(self) -> None:
@@ -320,7 +324,9 @@ class WeightTransport(ABC):
         self._api.set_weight_label(f"verl-{self._group_name}-{self._updates}")
 
     def reset(self) -> None:
-        """Discard the transfer group, whose other members are lost or out of step; `begin` creates a new one."""
+        """Abort the transfer group, whose other members are lost or out of step; `begin` creates a new one."""
+        if self._group is not None:
+            self._group.abort()
         self._group = None
 
     @abstractmethod

@@ -170,7 +170,7 @@ class SGLangTransport(WeightTransport):
         self._large_names: set[str] = set()
         """Names of tensors with checksums and more than `_MAX_CHECKED_ELEMENTS` elements."""
         self._comparable = True
-        """Whether SGLang's checksums are SHA-256 of tensors; set to False if none matches at the first update."""
+        """Whether SGLang's checksums are SHA-256 of sent tensors; set to False if none matches at the first update."""
 
     def _begin_update(self) -> None:
         self._checksums = {}
@@ -245,10 +245,12 @@ class SGLangTransport(WeightTransport):
         wrong = [name for name in shared if not self._checksums[name].startswith(reported[name])]
         if not self._updates and len(wrong) == len(shared):
             self._comparable = False
+            # If all differ, a sync that lost all data cannot be distinguished from another hash.
+            mismatch = "is the SHA-256 of the sent tensor (on GPUs SGLang uses another hash)"
             logger.warning(
-                "rollout: the checksums of %s are not SHA-256 of the tensors: its weights are only verified through its"
-                " log-probs.",
+                "rollout: no checksum of %s %s: its weights are only verified through its log-probs.",
                 self._api.client.url,
+                mismatch if shared else "has the name of a sent tensor",
             )
         elif wrong:
             raise WeightMismatchError(

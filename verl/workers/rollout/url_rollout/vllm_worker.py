@@ -21,7 +21,7 @@ class WeightMember(WeightReceiver):
     """A worker as a member of a transfer group. Its methods are called by name, with JSON arguments."""
 
     rank: int
-    _verl_group: TransferGroup
+    _verl_group: TransferGroup | None = None
 
     def verl_describe(self) -> dict[str, Any]:
         """The worker's model configuration and device."""
@@ -31,11 +31,14 @@ class WeightMember(WeightReceiver):
 
     def verl_join(self, host: str, port: int, size: int, backend: str) -> None:
         """Join the transfer group of the trainer's process, in place of an earlier group."""
+        if self._verl_group is not None:
+            self._verl_group.abort()
         self._verl_group = TransferGroup(TransferAddress(host, port), 1 + self.rank, size, backend, self.device)
 
     def verl_receive(self, pieces: list[dict[str, Any]]) -> dict[str, int]:
         """Receive and load a bucket; return the fingerprints of its tensors."""
         layout, group = [BucketPiece(**piece) for piece in pieces], self._verl_group
+        assert group is not None, "requires verl_join"
         flat = group.broadcast(torch.empty(layout_bytes(layout), dtype=torch.uint8, device=group.device))
         tensors = {piece.name: piece.view(flat) for piece in layout}
         self.verl_load_weights(list(tensors.items()))

@@ -23,6 +23,8 @@ from verl.types.weights import WeightMismatchError
 from verl.utils.process_tree import children, why_not_running
 from verl.utils.progress import pulse_count, stopped_helper
 from verl.workers.rollout.native_rollout import NativeRollout
+from verl.workers.rollout.process.process_rollout import EngineProcess
+from verl.workers.rollout.process.transport import EngineSpec
 from verl.workers.sharding_manager import InProcessTransfer
 
 # Orphans are the system's to bury.
@@ -226,3 +228,13 @@ def test_an_engine_that_cannot_be_made_says_why_and_leaves_no_process(start_host
     assert "output of the engine process" in str(told.value.__cause__)
     os.unlink(log_of(str(told.value.__cause__)))
     assert children(os.getpid()) == before
+
+
+def test_a_process_that_cannot_be_started_leaves_no_log(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    spec = EngineSpec(
+        "module:Class", "model", as_config(ModelConfig, {}), as_config(RolloutConfig, {}), "cpu", threads=1
+    )
+    with pytest.raises(ValueError, match="null byte"):
+        EngineProcess(spec, {"NAME": "\0"})
+    assert list(tmp_path.iterdir()) == []
