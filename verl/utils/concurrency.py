@@ -102,11 +102,14 @@ class JobThread:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Run `job()` after all jobs that were submitted before. Thread-safe."""
+        """Run `job()` after all jobs that were submitted before; RuntimeError after `close`. Thread-safe."""
         future: Future[T] = Future()
         with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"the thread {self._name!r} is closed and accepts no further job")
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -115,7 +118,9 @@ class JobThread:
 
     def close(self) -> None:
         """End the thread after the submitted jobs, without waiting for them; safe to call twice."""
-        self._jobs.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._jobs.put(None)
 
     def _run(self) -> None:
         while (item := self._jobs.get()) is not None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -66,6 +67,10 @@ def keyword_aliases(**aliases: str) -> Callable[[F], F]:
     return decorate
 
 
+# 0 would disarm a timer whose time has passed.
+_SHORTEST_TIMER_S = 1e-6
+
+
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorator: `TimeoutError` when a call takes longer than `seconds`.
 
@@ -90,6 +95,10 @@ def _run_with_alarm(call: Callable[[], T], seconds: float, name: str) -> T:
     def stop(number: int, frame: Any) -> None:
         raise _timeout_error(name, seconds)
 
+    outer_seconds, interval = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < outer_seconds <= seconds:  # the limit of an enclosing call ends this one first
+        return call()
+    start = time.monotonic()
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -97,6 +106,9 @@ def _run_with_alarm(call: Callable[[], T], seconds: float, name: str) -> T:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if outer_seconds:
+            remaining = outer_seconds - (time.monotonic() - start)
+            signal.setitimer(signal.ITIMER_REAL, max(remaining, _SHORTEST_TIMER_S), interval)
 
 
 def _run_in_thread(call: Callable[[], T], seconds: float, name: str) -> T:

@@ -112,7 +112,7 @@ _tokenizer: Any = None
 
 
 class TextWorkLimit(PicklableError, ValueError):
-    """The work was stopped at its time or memory limit. The message names the limit."""
+    """The work was stopped at its time or memory limit, or ended its process. The message names the cause."""
 
 
 class TextWorkersBusy(PicklableError):
@@ -191,11 +191,12 @@ class TextWorkers:
         try:
             return await asyncio.wrap_future(future)
         except TaskTimeout as error:
-            raise TextWorkLimit(f"processing the request takes longer than {self.seconds:g} s") from error
-        except (MemoryError, ProcessDied) as error:
-            raise TextWorkLimit(
-                f"processing the request takes more than {self._memory / 2**30:.3g} GB of memory"
-            ) from error
+            raise TextWorkLimit(f"processing the request takes longer than {self.seconds:g} s. Shorten it.") from error
+        except MemoryError as error:
+            limit = f"{self._memory / 2**30:.3g} GB of memory"
+            raise TextWorkLimit(f"processing the request takes more than {limit}. Shorten it.") from error
+        except ProcessDied as error:
+            raise TextWorkLimit(f"processing the request {error}.") from error
 
 
 def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:

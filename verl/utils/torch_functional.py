@@ -79,13 +79,15 @@ def distributed_mean_max_min_std(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return (mean, max, min, std) over the elements of all ranks, None for those not requested. A collective.
 
+    An empty `local` contributes nothing. If it is empty on all ranks, the results are NaN, -inf, inf and 0.
     The standard deviation divides by the number of elements minus one. Without a process group, only `local` counts.
     """
     values = local.detach().to(_compute_dtype(local))
     count = _all_reduce(torch.tensor(float(values.numel()), device=values.device), "SUM")
     mean = _all_reduce(values.sum(), "SUM") / count
-    highest = _all_reduce(values.max(), "MAX") if compute_max else None
-    lowest = _all_reduce(values.min(), "MIN") if compute_min else None
+    is_empty = values.numel() == 0  # `max` and `min` would raise, while the other ranks wait in the collective
+    highest = _all_reduce(values.new_tensor(-math.inf) if is_empty else values.max(), "MAX") if compute_max else None
+    lowest = _all_reduce(values.new_tensor(math.inf) if is_empty else values.min(), "MIN") if compute_min else None
     std = None
     if compute_std:
         std = (_all_reduce((values - mean).square().sum(), "SUM") / (count - 1).clamp(min=1)).sqrt()

@@ -1,6 +1,7 @@
 """TurnTemplate: where a model's turn ends in the text of a chat template, and what the template writes after it.
 
-A template is probed: it renders a conversation whose answer is a marker, and the text after the marker is inspected.
+A template is probed: it renders a conversation with a marker as assistant message, and the text after the marker is
+inspected.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class CallStyle:
         )
         return [{"role": "user", "content": "\n".join(texts)}]
 
-    def answer(self, text: str, replies: Messages, marker: str = "") -> dict[str, Any]:
-        """The assistant turn that `replies` respond to; its calls have the marker as argument."""
+    def assistant_message(self, text: str, replies: Messages, marker: str = "") -> dict[str, Any]:
+        """The assistant message that `replies` follow; its calls have the marker as argument."""
         message: dict[str, Any] = {"role": "assistant", "content": text}
         tools = [reply for reply in replies if reply["role"] == "tool"] if self.tool_role else []
         arguments: Any = {"of": marker or text} if self.dict_arguments else f'{{"of": "{marker or text}"}}'
@@ -98,10 +99,11 @@ class TurnTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """`tools` in the format of the OpenAI API. Raises the template's error if it cannot render an answer."""
+        """`tools` in the format of the OpenAI API. Raises the template's error if it cannot render an assistant
+        message."""
         self._tokenizer, self._tools, self._kwargs = tokenizer, list(tools or []) or None, dict(template_kwargs or {})
         self._marker = f"answer-{secrets.token_hex(8)}"  # no tool result contains it
-        self._plain_answer = {"role": "assistant", "content": self._marker}
+        self._plain_message = {"role": "assistant", "content": self._marker}
         special_tokens = added_tokens(tokenizer)
         self.special_token_ids = frozenset(special_tokens.values())
         """Ids of the tokens with which a template may end turns (`added_tokens`)."""
@@ -109,7 +111,7 @@ class TurnTemplate:
         """Matches one of these tokens."""
         self.tool_name = str(self._tools[0]["function"]["name"]) if self._tools else "tool"
         self._style = self._find_style()
-        plain = self._text_after(self._plain_answer)
+        plain = self._text_after(self._plain_message)
         self._inner = self._find_inner(plain)
         self._plain_end = plain[len(self._inner) :]
         self._ends: dict[str, str] = {}
@@ -121,10 +123,10 @@ class TurnTemplate:
     @property
     def style(self) -> CallStyle:
         """The form that the template accepts. ValueError: it renders neither tool results nor a user message after an
-        answer."""
+        assistant message."""
         if self._style is None:
             raise ValueError(
-                "the chat template renders neither tool results nor a user message after an answer. "
+                "the chat template renders neither tool results nor a user message after an assistant message. "
                 "Set data.apply_chat_template_kwargs.chat_template to one that does."
             )
         return self._style
@@ -149,27 +151,27 @@ class TurnTemplate:
 
     def after_turn(self, replies: Messages) -> TurnEnd:
         """What the template writes after a turn that `replies` respond to."""
-        answer = self.style.answer(self._marker, replies)
-        after = self._text_after(answer, self.style.to_template_format(replies))
+        message = self.style.assistant_message(self._marker, replies)
+        after = self._text_after(message, self.style.to_template_format(replies))
         end = self._ends["tool" if replies[0]["role"] == "tool" else "user"]
         _, found, rest = after.partition(end) if end else ("", "", after)
         if found:
             return TurnEnd(end, rest, "")
-        rest = after[common_length(after, self._closing(answer)) :]
+        rest = after[common_length(after, self._closing(message)) :]
         return TurnEnd("", rest, self._opening(rest))
 
-    def turn_text(self, messages: Messages, answer: Message, final: str) -> str | None:
-        """The text of the last answer as the model generates it, without an end token.
+    def turn_text(self, messages: Messages, response: Message, final: str) -> str | None:
+        """The text of the last assistant message as the model generates it, without an end token.
 
-        `final` is the text at the end of its content and of its calls' arguments. None: the rendered answer does not
+        `final` is the text at the end of its content and of its calls' arguments. None: the rendered message does not
         begin with the generation prompt.
         """
         before = self.render(messages, generation_prompt=True)
-        text = self.render([*messages, answer], generation_prompt=False)
+        text = self.render([*messages, response], generation_prompt=False)
         end = text.rfind(final, len(before)) + len(final)
         if not text.startswith(before) or end < len(before) + len(final):
             return None
-        plain = {"role": "assistant", "content": answer["content"]}
+        plain = {"role": "assistant", "content": response["content"]}
         separator = self.render([*messages, plain], generation_prompt=False).rpartition(final)[2]
         separator = separator.removeprefix(self._inner)
         end += len(_closing(text[end:], separator, self.special_tokens))
@@ -180,36 +182,36 @@ class TurnTemplate:
     def end_tokens(self) -> list[str]:
         """Tokens with which the model ends a turn, as far as the template shows them.
 
-        These are the token after a last answer, the token after a last tool call and, if the template writes no end
+        These are the token after a last response, the token after a last tool call and, if the template writes no end
         token, the tokens that open the next message.
         """
         tokens = [self._opening(self._plain_end)]
         if self._style is not None:
             tool = tool_message(self.tool_name, "!")
-            tokens.append(self._last_end(self._style.answer(self._marker, [tool])))
+            tokens.append(self._last_end(self._style.assistant_message(self._marker, [tool])))
             tokens += [self.after_turn([reply]).role_token for reply in (_USER, tool)]
         return [token for token in dict.fromkeys(tokens) if token]
 
     def rendered_call(self) -> str | None:
         """A call of the first tool (its argument is `of`) as the template renders it; None: it renders no calls."""
-        answer = self.style.answer("", [tool_message(self.tool_name, "!")], self._marker)
-        text = self.render([FIRST, answer], generation_prompt=False)
-        if "tool_calls" not in answer or self._marker not in text:
+        message = self.style.assistant_message("", [tool_message(self.tool_name, "!")], self._marker)
+        text = self.render([FIRST, message], generation_prompt=False)
+        if "tool_calls" not in message or self._marker not in text:
             return None
         return text[len(self.render([FIRST], generation_prompt=True)) :]
 
     # ---------------------------------------------------------------- probes
 
-    def _text_after(self, answer: Message, replies: Messages = ()) -> str:
-        """The rendered text after the marker in `answer`; with `replies`, including them and the generation prompt."""
-        text = self.render_probe([FIRST, answer, *replies], generation_prompt=bool(replies))
+    def _text_after(self, message: Message, replies: Messages = ()) -> str:
+        """The rendered text after the marker in `message`; with `replies`, including them and the generation prompt."""
+        text = self.render_probe([FIRST, message, *replies], generation_prompt=bool(replies))
         return text.rpartition(self._marker)[2] if self._marker in text else ""
 
     def _find_style(self) -> CallStyle | None:
         """The first style in which the template renders two tool results; None: it renders them in no style."""
         results = [tool_message(self.tool_name, f"{self._marker}-{number}", number) for number in range(2)]
         for style in _STYLES:
-            conversation = [FIRST, style.answer("!", results), *style.to_template_format(results)]
+            conversation = [FIRST, style.assistant_message("!", results), *style.to_template_format(results)]
             for messages in (conversation, [_SYSTEM, *conversation]):
                 try:
                     text = self.render(messages, generation_prompt=True)
@@ -220,21 +222,21 @@ class TurnTemplate:
         return None
 
     def _find_inner(self, last: str) -> str:
-        """The text that the model generates after an answer and before its end token.
+        """The text that the model generates after the content of a response and before its end token.
 
         It is not empty if the template closes a turn with adjacent tokens (Command R7B): the last of them is the end
         token. Tokens that the template writes only at the end of a conversation (Phi-3) are not counted.
         """
         if self._style is None:
             return ""
-        closing = closing_tokens(last, self._text_after(self._plain_answer, [_USER]), self.special_tokens)
+        closing = closing_tokens(last, self._text_after(self._plain_message, [_USER]), self.special_tokens)
         return closing[-2].string[: closing[-1].start()] if len(closing) > 1 else ""
 
     def find_end(self, replies: Messages) -> str:
         """The end token of a turn before these replies; "": none."""
-        answer = self.style.answer(self._marker, replies)
-        last, after = self._text_after(answer), self._text_after(answer, self.style.to_template_format(replies))
-        start = len(self._closing(answer))
+        message = self.style.assistant_message(self._marker, replies)
+        last, after = self._text_after(message), self._text_after(message, self.style.to_template_format(replies))
+        start = len(self._closing(message))
         if closing := closing_tokens(last, after, self.special_tokens, start):
             return closing[0].group()
         # The last turn and earlier turns end with different tokens (gpt-oss), or only the last one has an end token.
@@ -248,11 +250,11 @@ class TurnTemplate:
             return ""
         if replies[0]["role"] == "user":
             return "" if self._opens_user_message(earlier) else earlier.group()
-        closes = earlier.group() == self._ends["user"] or self._precedes_answer(earlier, answer)
+        closes = earlier.group() == self._ends["user"] or self._precedes_assistant(earlier, message)
         return earlier.group() if self._ends["user"] and closes else ""
 
     def _opens_user_message(self, token: re.Match[str]) -> bool:
-        """Whether `token`, which follows an answer in its text, is part of the user message after that answer.
+        """Whether `token`, which follows an assistant message, is part of the user message after it.
 
         It is if the same text precedes the content of a first user message. A token that also closes user messages, or
         that precedes other messages (but not the generation prompt), is an end token.
@@ -263,25 +265,26 @@ class TurnTemplate:
         if token.group() in behind or not before.endswith(opening):
             return False
         prompt = self.render_probe([first], generation_prompt=True).rpartition(self._marker)[2]
-        return prompt.lstrip().startswith(token.group()) or not self._precedes_answer(token, self._plain_answer)
+        return prompt.lstrip().startswith(token.group()) or not self._precedes_assistant(token, self._plain_message)
 
-    def _precedes_answer(self, token: re.Match[str], answer: Message) -> bool:
-        """Whether `token` also follows `answer` if another answer is next. False: the template refuses that."""
+    def _precedes_assistant(self, token: re.Match[str], message: Message) -> bool:
+        """Whether `token` also follows `message` if another assistant message is next. False: the template refuses
+        that."""
         try:
-            after = self._text_after(answer, [{"role": "assistant", "content": "!"}])
-        except Exception:  # noqa: BLE001 - a template is a program: many refuse two answers in a row
+            after = self._text_after(message, [{"role": "assistant", "content": "!"}])
+        except Exception:  # noqa: BLE001 - a template is a program: many refuse two assistant messages in a row
             return False
         return after.startswith(token.group(), token.start())
 
-    def _closing(self, answer: Message) -> str:
+    def _closing(self, message: Message) -> str:
         """The part of the text after the marker that the model generates before the end token."""
-        if "tool_calls" not in answer:
+        if "tool_calls" not in message:
             return self._inner
-        return _closing(self._text_after(answer), self._plain_end, self.special_tokens)
+        return _closing(self._text_after(message), self._plain_end, self.special_tokens)
 
-    def _last_end(self, answer: Message) -> str:
+    def _last_end(self, message: Message) -> str:
         """The token that ends a last turn; "": none."""
-        return self._opening(self._text_after(answer)[len(self._closing(answer)) :])
+        return self._opening(self._text_after(message)[len(self._closing(message)) :])
 
     def _opening(self, text: str) -> str:
         """The token at the beginning of a text, white space aside."""
@@ -308,7 +311,7 @@ def role_tokens(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> dict[str,
 def _closing(last: str, plain_end: str, known: re.Pattern[str]) -> str:
     """The part of `last`, the text after the content of a last turn, that comes before the turn's end.
 
-    `plain_end`: the text that the template writes after an answer without tool calls.
+    `plain_end`: the text that the template writes after an assistant message without tool calls.
     """
     if last.endswith(plain_end):
         return last[: len(last) - len(plain_end)]

@@ -13,6 +13,7 @@ import pytest
 
 from verl.utils import concurrency
 from verl.utils.concurrency import (
+    JobThread,
     SharedEventLoop,
     abandoned_threads,
     accepted_keywords,
@@ -95,6 +96,16 @@ async def test_work_that_cancels_itself_does_not_look_like_the_callers_cancellat
 def test_a_function_gets_the_keywords_that_it_takes():
     assert accepted_keywords(lambda a, *, b: 0, {"a": 1, "b": 2, "c": 3}) == {"a": 1, "b": 2}
     assert accepted_keywords(lambda **kw: 0, {"c": 3}) == {"c": 3}
+
+
+def test_a_closed_job_thread_finishes_its_jobs_and_rejects_others():
+    thread, release = JobThread("test"), threading.Event()
+    jobs = [thread.submit(release.wait), thread.submit(lambda: "last")]
+    thread.close()
+    with pytest.raises(RuntimeError, match="'test'"):
+        thread.submit(lambda: "late")
+    release.set()
+    assert [job.result(120) for job in jobs] == [True, "last"]
 
 
 LOOP = SharedEventLoop("test")

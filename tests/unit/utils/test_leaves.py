@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from verl.utils import device
 from verl.utils.logging_setup import setup_logging
 from verl.utils.metric import reduce_metrics
 from verl.utils.model import compute_position_id_with_mask
-from verl.utils.py_functional import append_to_dict
+from verl.utils.py_functional import append_to_dict, timeout_limit
 
 LIGHT = [
     "verl.utils",
@@ -57,6 +58,21 @@ def test_append_to_dict_collects_scalars_and_extends_lists():
     append_to_dict(data, {"a": 2, "b": [3, 4], "c": (1.0, 2)})
     append_to_dict(data, {"b": 5})
     assert data == {"a": [1, 2], "b": [3, 4, 5], "c": [(1.0, 2)]}
+
+
+@pytest.mark.parametrize(("inner_limit", "seconds"), [(0.4, 0), (100.0, 3)])
+def test_a_call_with_a_time_limit_keeps_the_limit_of_the_call_around_it(inner_limit, seconds):
+    @timeout_limit(inner_limit, use_signals=True)
+    def inner():
+        time.sleep(seconds)
+
+    @timeout_limit(0.6, use_signals=True)
+    def outer():
+        inner()
+        time.sleep(3)
+
+    with pytest.raises(TimeoutError, match=r"^outer "):
+        outer()
 
 
 def test_positions_count_attended_tokens_only():

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
 from functools import partial
 
+import psutil
 import pytest
 
 from verl.utils.process_pool import (
@@ -25,6 +27,7 @@ from verl.utils.process_pool import (
     TaskTimeout,
     gather_results,
 )
+from verl.utils.process_pool.processes import ForkServer
 from verl.utils.progress import Progress, record_progress
 
 _loaded: list[str] = []
@@ -130,14 +133,14 @@ def test_many_results_are_in_order_and_hold_the_exceptions(pool):
     assert [results[0], type(results[1]), results[2]] == [3, TypeError, 7]
 
 
-@pytest.mark.parametrize(("units", "before", "total"), [(None, 3, 4), ([5, 1, 2, 3], 9, 11)])
+@pytest.mark.parametrize(("units", "before", "total"), [(None, 3, 4), ([5, 1, 2, 3], 9, 11), ([5, 1, 0, 3], 9, 9)])
 def test_results_count_as_progress_while_others_are_waited_for(pool, tmp_path, units, before, total):
-    progress, file = Progress(), tmp_path / "go on"
+    progress, file, results = Progress(), tmp_path / "go on", []
     calls = [(None,), (None,), (str(file),), (None,)]
 
     def run():
         with record_progress(progress):
-            gather_results(partial(pool.enqueue, wait_for, calls), len(calls), units)
+            results.extend(gather_results(partial(pool.enqueue, wait_for, calls), len(calls), units))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -150,6 +153,7 @@ def test_results_count_as_progress_while_others_are_waited_for(pool, tmp_path, u
         file.touch()
         thread.join()
     assert progress.read() == (total, total)
+    assert results == [None] * 4
 
 
 def test_the_initializer_runs_once_and_every_worker_has_what_it_loads():
@@ -167,6 +171,17 @@ def test_an_initializer_that_fails_is_an_error_of_the_first_call_that_names_the_
 
     with ProcessPool(1, initializer=needs) as pool, pytest.raises(InitializerError, match="no_such_module"):
         pool.submit(add, 1, 2)
+
+
+def kill_own_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_socket_of_a_fork_server_that_is_killed_during_its_start_is_closed():
+    before = psutil.Process().num_fds()
+    with pytest.raises(EOFError, match="SIGKILL") as caught:
+        ForkServer(kill_own_process, None, None)
+    assert psutil.Process().num_fds() == before, f"{caught} keeps the local variables"
 
 
 def test_nothing_of_this_process_goes_into_the_workers(pool):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 
@@ -30,6 +32,14 @@ def spin(tokenizer):
 
 def grow(tokenizer):
     return len("x" * 2**32)
+
+
+def exit_with(tokenizer, code):
+    os._exit(code)
+
+
+def crash(tokenizer):
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 def test_a_text_of_more_characters_than_the_bound_has_more_tokens():
@@ -62,6 +72,10 @@ def test_work_is_stopped_at_its_limits_and_heavy_work_delays_no_light_work(monke
                 await workers.call(grow)
             with pytest.raises(ZeroDivisionError):
                 await workers.call(divide)
+            with pytest.raises(TextWorkLimit, match="exit code 3"):
+                await workers.call(exit_with, 3)
+            with pytest.raises(TextWorkLimit, match="SIGSEGV"):
+                await workers.call(crash)
             # Two run, three wait, the next is refused.
             heavy = [asyncio.ensure_future(workers.call(spin, heavy=True)) for _ in range(5)]
             await asyncio.sleep(0)

@@ -166,6 +166,12 @@ def test_masked_statistics_by_hand():
     torch.testing.assert_close(F.masked_var(VALUES, MASK, unbiased=False), torch.tensor(26 / 9))
 
 
+def test_statistics_of_no_values_are_those_that_change_no_other_rank():
+    mean, highest, lowest, std = F.distributed_mean_max_min_std(torch.empty(2, 0))
+    assert mean.isnan()
+    assert (highest, lowest, std) == (-math.inf, math.inf, 0)
+
+
 def test_an_empty_mask_gives_zero_and_no_nan():
     off = torch.zeros(2, 3)
     for result in (F.masked_sum(VALUES, off), F.masked_mean(VALUES, off), F.masked_var(VALUES, off)):

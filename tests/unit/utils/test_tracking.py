@@ -23,7 +23,14 @@ from omegaconf import OmegaConf
 from verl.config import load_config
 from verl.utils.console import log_startup_phases
 from verl.utils.logging_setup import setup_logging
-from verl.utils.tracking import TRACKERS, Tracking, ValidationGenerationsLogger, check_backends, tracking_folders
+from verl.utils.tracking import (
+    TRACKERS,
+    Tracker,
+    Tracking,
+    ValidationGenerationsLogger,
+    check_backends,
+    tracking_folders,
+)
 from verl.utils.tracking.local import Console, JsonFiles
 
 HOSTED = ["wandb", "mlflow", "swanlab", "trackio"]
@@ -252,6 +259,26 @@ def test_a_backend_that_does_not_close_costs_no_run(caplog, monkeypatch):
     with Tracking("p", "r", ["console"]):
         pass
     assert "closing console failed: OSError('no route to host')" in caplog.text
+
+
+def test_open_trackers_are_closed_if_another_one_cannot_be_opened(tmp_path, monkeypatch):
+    class Closable(Tracker):
+        closed = False
+
+        def __init__(self, run):
+            pass
+
+        def close(self):
+            Closable.closed = True
+
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    TRACKERS.register("closable")(Closable)
+    try:
+        with pytest.raises(OSError, match="runs"):
+            Tracking("p", "r", ["closable", "file"])
+    finally:
+        del TRACKERS["closable"]
+    assert Closable.closed
 
 
 def test_unknown_backend_names_the_nearest():

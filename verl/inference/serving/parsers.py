@@ -58,7 +58,7 @@ def text_work_error(error: TextWorkLimit | TextWorkersBusy) -> ApiError:
     """The error response for a request whose text work was stopped (400) or could not be queued (503)."""
     if isinstance(error, TextWorkersBusy):
         return ApiError(f"{error}. Try again later.", status=503, code="text_workers_busy")
-    return ApiError(f"{error}. Shorten it.", code="text_work_limit")
+    return ApiError(str(error), code="text_work_limit")
 
 
 def _parse(

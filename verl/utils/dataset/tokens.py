@@ -66,7 +66,7 @@ def truncate(ids: Sequence[float] | np.ndarray, limit: int, how: str) -> np.ndar
     if len(row) <= limit:
         return row
     if how == "left":
-        return row[-limit:]
+        return row[len(row) - limit :]
     if how == "right":
         return row[:limit]
     if how == "middle":

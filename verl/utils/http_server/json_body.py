@@ -24,7 +24,7 @@ Model = TypeVar("Model", bound=BaseModel)
 _LONG_NUMBER = re.compile(rb"\d{19}")
 # Escape of a surrogate, which may be lone: \ud800 to \udfff.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_INTEGER_LIMIT = 2**64
+_INTEGERS = range(-(2**63), 2**64)
 # Up to the first size, a body is parsed in the event loop; above the second, only one at a time (`BodyParser`).
 _INLINE_BYTES, _VERY_LARGE_BYTES = 256 << 10, 2 << 20
 _PROCESSES = 2
@@ -77,7 +77,7 @@ def parse_json(body: bytes | bytearray) -> Any:
 
 def _bounded_int(digits: str) -> int:
     count = len(digits.removeprefix("-"))
-    if count > 20 or abs(int(digits)) >= _INTEGER_LIMIT:
+    if count > 20 or int(digits) not in _INTEGERS:
         raise ValueError(f"the number {digits[:20]}… ({count} digits) does not fit in 64 bits")
     return int(digits)
 
@@ -169,8 +169,10 @@ class BodyParser:
             parsed: Model = await asyncio.wrap_future(task)
         except TaskTimeout as error:
             raise HttpError(400, f"the body could not be parsed within {PARSE_TIMEOUT_S:g} s. Shorten it.") from error
-        except (MemoryError, ProcessDied) as error:
+        except MemoryError as error:
             raise HttpError(400, "parsing the body takes too much memory. Shorten it.") from error
+        except ProcessDied as error:
+            raise HttpError(400, f"parsing the body {error}.") from error
         return parsed
 
     def close(self) -> None:

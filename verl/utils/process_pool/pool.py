@@ -422,24 +422,22 @@ def gather_results(start: Callable[[DoneCallback], None], calls: int, units: Seq
     Cheaper per call than futures. Every result counts as progress of the waiting thread: 1, or its entry in `units`.
     """
     results: dict[int, Any] = {}
-    total = calls if units is None else sum(units)
-    finished = reported = 0
+    units = [1] * calls if units is None else units
+    total, reported = sum(units), 0
     all_done = threading.Event()
 
     def done(index: int, value: Any, error: Exception | None) -> None:
-        nonlocal finished
         results[index] = value if error is None else error
-        finished += 1 if units is None else units[index]
-        if finished == total:
+        if len(results) == calls:
             all_done.set()
 
     expect(total)
     start(done)
-    while reported < total:
+    while reported < total or len(results) < calls:
         all_done.wait(_TICK_SECONDS)
-        now = finished
-        tick(now - reported)
-        reported = now
+        finished = sum(units[index] for index in list(results))
+        tick(finished - reported)
+        reported = finished
     for result in results.values():
         if isinstance(result, PoolClosed):
             raise result

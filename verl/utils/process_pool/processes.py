@@ -200,12 +200,12 @@ class ForkServer:
         )
         theirs.close()
         self._pids: set[int] = set()
-        problem = self._initialize(payload)
-        self.control.settimeout(_REPLY_SECONDS)
-        if problem is not None:
+        try:
+            self._initialize(payload)
+        except BaseException:
             self.control.close()
-            self._process.wait()
-            raise InitializerError(problem)
+            raise
+        self.control.settimeout(_REPLY_SECONDS)
 
     def fork(self) -> WorkerProcess:
         """Fork a worker; it inherits the preloaded modules."""
@@ -246,18 +246,21 @@ class ForkServer:
             for pid in self._pids:
                 process_tree.kill_tree(pid)
 
-    def _initialize(self, payload: bytes) -> str | None:
+    def _initialize(self, payload: bytes) -> None:
         with Connection(os.dup(self.control.fileno())) as pipe:
             try:
                 pipe.send_bytes(payload)
                 while not pipe.poll(_STOP_CHECK_SECONDS):
                     self._check_not_stopped()
-                return pipe.recv()
+                problem = pipe.recv()
             except (EOFError, ConnectionError) as error:
                 code = self._process.wait()
                 if code in EXTERNAL_SIGNALS:
                     raise EOFError(f"the fork server ended {describe_exit(code)}") from error
-                return f"the fork server ended during start-up {describe_exit(code)}"
+                problem = f"the fork server ended during start-up {describe_exit(code)}"
+        if problem is not None:
+            self._process.wait()
+            raise InitializerError(problem)
 
     def _send_command(self, command: bytes, number: int) -> None:
         self.control.sendall(CONTROL.pack(command, number))

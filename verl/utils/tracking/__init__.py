@@ -147,7 +147,13 @@ class Tracking:
             total_steps,
         )
         self.failures: Counter[str] = Counter()
-        self._trackers: dict[str, Tracker] = {name: TRACKERS[name](run) for name in names}
+        self._trackers: dict[str, Tracker] = {}
+        try:
+            for name in names:
+                self._trackers[name] = TRACKERS[name](run)
+        except BaseException:
+            self.close()
+            raise
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Record one step's metrics: name → number (Python, numpy or a one-element tensor).

@@ -222,6 +222,11 @@ def test_truncation_keeps_both_ends_in_the_middle_mode_and_never_more_than_the_l
     assert cut[head:] == ids[len(ids) - (len(cut) - head) :]
 
 
+@pytest.mark.parametrize("how", ["left", "right", "middle"])
+def test_truncation_to_no_token_keeps_none(how):
+    assert truncate([1, 2, 3], 0, how).tolist() == []
+
+
 def test_a_dictconfig_and_dataset_folders_are_accepted(tmp_path):
     folder = tmp_path / "set" / "data"
     folder.mkdir(parents=True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
+import signal
 
 import httpx
 import pytest
-from pydantic import Field
+from pydantic import Field, field_validator
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
@@ -28,6 +30,15 @@ class Numbers(RequestModel):
     share: float = 0.5
     names: list[str] = Field(default_factory=list, max_length=3)
     flag: bool = False
+
+
+class Crashing(RequestModel):
+    text: str
+
+    @field_validator("text")
+    @classmethod
+    def crash(cls, text):
+        os.kill(os.getpid(), signal.SIGSEGV)
 
 
 async def echo(request):
@@ -129,11 +140,14 @@ def test_nesting_that_exceeds_the_parser_is_a_400():
     assert error.value.status == 400
 
 
-def test_the_sign_is_not_a_digit():
-    assert parse_json(b"-18446744073709551615") == -(2**64 - 1)
+@pytest.mark.parametrize(
+    ("number", "digits"), [(str(2**64), 20), (str(-(2**63) - 1), 19), (str(1 - 2**64), 20), ("-" + "9" * 30, 30)]
+)
+def test_numbers_beyond_64_bits_are_rejected_and_the_sign_is_not_a_digit(number, digits):
     with pytest.raises(HttpError) as error:
-        parse_json(b"-" + b"9" * 30)
-    assert "30 digits" in error.value.message
+        parse_json(number.encode())
+    assert error.value.status == 400
+    assert f"{digits} digits" in error.value.message
 
 
 def test_64_bit_numbers_and_long_digits_in_texts_are_accepted():
@@ -389,6 +403,10 @@ def test_large_bodies_are_parsed_in_a_process_with_limits(monkeypatch):
             with pytest.raises(HttpError) as bomb:
                 await parser.parse(Numbers, b"[" + b"{}," * 5_000_000 + b"{}]")
             assert bomb.value.status == 400
+            with pytest.raises(HttpError) as crash:
+                await parser.parse(Crashing, json.dumps({"text": "x" * 1_000_000}).encode())
+            assert crash.value.status == 400
+            assert "SIGSEGV" in crash.value.message
         finally:
             parser.close()
 

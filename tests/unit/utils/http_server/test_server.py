@@ -15,6 +15,8 @@ import time
 import psutil
 import pytest
 
+from verl.utils.http_server.server import bind_socket
+
 # /slow answers after a second, /endless streams without end, /block keeps the event loop busy, /echo reads the body.
 PROGRAM = """
 import asyncio, logging, socket, sys, time
@@ -309,3 +311,10 @@ def test_a_reader_that_does_not_read_is_left(server, extra):
     time.sleep(2)
     # What was on its way is read; without the limit this would never end.
     assert seconds_until_closed(client) < 10
+
+
+def test_a_socket_that_cannot_be_bound_is_closed():
+    before = psutil.Process().num_fds()
+    with pytest.raises(ValueError, match=r"--host 203\.0\.113\.1 ") as caught:
+        bind_socket("203.0.113.1", 0)
+    assert psutil.Process().num_fds() == before, f"{caught} keeps the local variables"
