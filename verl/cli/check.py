@@ -120,6 +120,7 @@ def _check_end_tokens(config: PPOConfig, folder: str, tokenizer: Any, output: Re
 def _check_turns(config: PPOConfig, tokenizer: Any, end_tokens: EndTokens, output: ReportOutput) -> Turns | None:
     """Load the tools, check them and the chat template in several turns; None if there is only one turn."""
     from verl.agent.chat import Chat
+    from verl.agent.chat_check import check_template
     from verl.agent.toolbox import Toolbox
 
     turns = config.actor_rollout_ref.rollout.multi_turn
@@ -145,7 +146,7 @@ def _check_turns(config: PPOConfig, tokenizer: Any, end_tokens: EndTokens, outpu
         output.line(f"{function['name']}({arguments}): {function.get('description', '')}")
     chat = Chat(tokenizer, schemas, end_tokens.turn_ids, **config.data.apply_chat_template_kwargs)
     try:
-        for finding in chat.check(turns.tokenization_sanity_check_mode):
+        for finding in check_template(chat, turns.tokenization_sanity_check_mode):
             output.line(f"note: {finding}")
     except ValueError as error:
         output.problem(str(error))

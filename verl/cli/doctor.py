@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.cli.listing import is_installed
+from verl.config.block_rules import is_installed
 from verl.config.problems import IN_CHECKOUT, requirements_of
 from verl.version import __version__
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,17 +116,9 @@ def _reward_functions() -> Iterator[Item]:
 
 def _availability(package: str | None) -> str:
     """Return a note if the package is not installed."""
-    if not package or is_installed(package):
-        return ""
-    return f" [not installed: {package}]"
+    from verl.config.block_rules import is_installed
 
-
-def is_installed(package: str) -> bool:
-    """Return whether a package can be found; it is not imported, only its parents are."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
+    return "" if is_installed(package or "") else f" [not installed: {package}]"
 
 
 def describe(import_path: str, of_object: bool = False) -> str:

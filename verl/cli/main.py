@@ -58,7 +58,7 @@ SUBCOMMANDS = {
         ),
         Subcommand("eval", "score the responses of a file", "verl.trainer.main_eval:main", "evaluation"),
         Subcommand("view", "show recorded runs in the browser", "verl.viewer.__main__:main"),
-        Subcommand("serve", "serve a model with the OpenAI API", "verl.cli.main:serve"),
+        Subcommand("serve", "serve a model with the OpenAI API", "verl.inference.server:main"),
         Subcommand(
             "merge", "write a checkpoint as a Hugging Face model", "verl.cli.main:merge", choices=("merge", "test")
         ),
@@ -89,21 +89,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(unknown_name("subcommand", words[0], tuple(SUBCOMMANDS)))
         return 2
     return subcommand.run(words[1:])
-
-
-def serve(arguments: list[str]) -> int:
-    """Run the inference server; help and errors of options appear before torch is imported."""
-    from verl.inference.serving import options_parser
-
-    options_parser().parse_args(arguments)
-    from verl.utils.console import LINE, show_startup, startup_phase
-    from verl.utils.logging_setup import setup_logging
-
-    setup_logging(console=LINE, with_time=True)
-    with show_startup(), startup_phase("imports"):
-        from verl.inference.server import main as run_server
-
-    return run_server(arguments)
 
 
 def merge(arguments: list[str]) -> int:

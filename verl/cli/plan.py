@@ -103,7 +103,7 @@ def planned_run(options: argparse.Namespace) -> PlannedRun:
 
 def _gpu(options: argparse.Namespace) -> tuple[GPU | None, list[str]]:
     """Return the GPU to plan for, None for a run on CPUs, and notes."""
-    from verl.config.devices import gpu_memory
+    from verl.config.devices import gpu_memory, has_no_gpu
     from verl.planning.catalog import find_gpu, gpu_of_device
 
     if options.gpu is not None:
@@ -114,7 +114,8 @@ def _gpu(options: argparse.Namespace) -> tuple[GPU | None, list[str]]:
     if local is not None:
         total, name = local
         return gpu_of_device(name, total), []
-    return find_gpu(_DEFAULT_GPU), [f"planned for the {_DEFAULT_GPU}, as this machine has no GPU. Set --gpu."]
+    why = "this machine has no GPU" if has_no_gpu() else "the memory of this machine's GPU is unknown"
+    return find_gpu(_DEFAULT_GPU), [f"planned for the {_DEFAULT_GPU}, as {why}. Set --gpu."]
 
 
 def _overrides(options: argparse.Namespace, tree: Any, device: str) -> list[str]:

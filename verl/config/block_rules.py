@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from verl.config import names
 from verl.config.engine import CriticModelConfig, ModelConfig, OptimConfig
@@ -63,9 +62,11 @@ def _server_rules(path: str, rollout: GeneratorConfig, report: Report) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package or module can be imported; "" is always available."""
-    parts = package.split(".") if package else ()
-    return all(importlib.util.find_spec(".".join(parts[: index + 1])) for index in range(len(parts)))
+    """Whether a package or module can be found; "" is always available. Only its parent packages are imported."""
+    try:
+        return not package or importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # a parent package is missing or broken
+        return False
 
 
 def check_engine(path: str, rollout: GeneratorConfig, report: Report) -> None:
@@ -122,7 +123,7 @@ def lora_rules(path: str, model: ModelConfig | CriticModelConfig, lr: float, rep
 
 def check_lora_package(path: str, model: ModelConfig | CriticModelConfig, report: Report) -> None:
     """Report adapters without the package that they need."""
-    if model.lora_rank and find_spec("peft") is None:
+    if model.lora_rank and not is_installed("peft"):
         why = "requires the package peft, which is not installed"
         fix = f"Run `{install_command('pip install -e .[lora]')}`, or set it to 0"
         report.problem(f"{path}.lora_rank", model.lora_rank, why, fix)

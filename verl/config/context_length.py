@@ -34,14 +34,19 @@ def context_limit(config: Mapping[str, Any]) -> int | None:
 
 
 def read_model_config(folder: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the config.json of a local folder with `changes`; None if it does not exist."""
-    file = Path(folder).expanduser() / "config.json"
-    if not file.is_file():
-        return None
+    """Return the config.json of a local folder with `changes`; None if it does not exist or is damaged."""
+    config = _read_json(folder, "config.json")
+    return None if config is None else {**config, **changes}
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any] | None:
+    """Return the contents of a JSON file in a local folder; None if it does not exist or is damaged."""
+    file = Path(folder).expanduser() / name
     try:
-        return {**json.loads(file.read_text(encoding="utf-8")), **changes}
+        content = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     except ValueError:  # reported when the model is loaded
         return None
+    return content if isinstance(content, dict) else None
 
 
 def context_limit_of_folder(folder: str, changes: Mapping[str, Any]) -> int | None:
@@ -150,7 +155,6 @@ def _same_tokenizer(one: str, other: str) -> bool:
 
 
 def _model_max_length(path: str) -> int | None:
-    file = Path(path).expanduser() / "tokenizer_config.json"
-    length = json.loads(file.read_text(encoding="utf-8")).get("model_max_length") if file.is_file() else None
+    length = (_read_json(path, "tokenizer_config.json") or {}).get("model_max_length")
     # Tokenizers without a limit have 1e30.
     return int(length) if isinstance(length, int | float) and length < 1e9 else None

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
 
 def visible_gpu_count() -> int:
     """Return the number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES permits."""
@@ -94,19 +96,26 @@ def host_memory_available() -> int:
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(used.read_text()))
-    return available
+    limit, used = _cgroup_memory()
+    return available if limit is None else min(available, limit - used)
 
 
 def host_memory_total() -> int:
     """Return the installed memory of this machine, or the limit of its container, in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and limit.read_text().strip() != "max":
-        total = min(total, int(limit.read_text()))
-    return total
+    limit, _ = _cgroup_memory()
+    return total if limit is None else min(total, limit)
+
+
+def _cgroup_memory() -> tuple[int | None, int]:
+    """Return the memory limit of the container and its used memory in bytes, by cgroup version 2 or else 1; None: there
+    is no limit."""
+    for names in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        limit, used = (_CGROUP_ROOT / name for name in names)
+        if limit.exists():
+            text = limit.read_text().strip()
+            return (None if text == "max" else int(text)), int(used.read_text())
+    return None, 0
 
 
 @dataclass(frozen=True)
@@ -142,7 +151,7 @@ def oom_kills(files: Sequence[Path]) -> int | None:
 def cgroup_counters() -> list[Path]:
     """Return files that may have the OOM kill counter of this process's memory cgroup (version 2 or 1), the most
     specific first."""
-    memberships, root = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+    memberships, root = Path("/proc/self/cgroup"), _CGROUP_ROOT
     files = []
     for line in memberships.read_text().splitlines() if memberships.exists() else ():
         _, controllers, path = line.split(":", 2)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from verl.config import names
-from verl.config.block_rules import check_lora_package
+from verl.config.block_rules import check_lora_package, is_installed
 from verl.config.context_length import context_rules
 from verl.config.layout import BLOCK_OF_ROLE
 from verl.config.megatron import model_layout_rules, roles_on_megatron
@@ -78,7 +77,7 @@ def check_loggers(loggers: Sequence[str], report: Report) -> None:
     """Report trackers whose package is not installed."""
     for name in loggers:
         package = names.tracker_package(name)
-        if package is not None and importlib.util.find_spec(package) is None:
+        if package is not None and not is_installed(package):
             how = install_command(f"pip install -e .[{name}]") if name in _EXTRAS else f"pip install {package}"
             report.problem(
                 "trainer.logger", name, f"{package} is not installed", f"Run {how}, or choose another tracker"

@@ -110,7 +110,7 @@ def serves_reward_model(config: PPOConfig) -> bool:
     return reward.enable and (reward.judge.enable or config.custom_reward_function.path is not None)
 
 
-def judge_shares_devices(config: PPOConfig) -> bool:
+def reward_server_shares_devices(config: PPOConfig) -> bool:
     """Whether the served reward model shares devices with other roles; it is offloaded while idle."""
     others = {config.role_mapping[role] for role in active_roles(config) if role != "reward_model"}
     return serves_reward_model(config) and config.role_mapping["reward_model"] in others

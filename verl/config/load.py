@@ -167,12 +167,12 @@ def _build(program: Root, values: dict[str, Any], defaults: Mapping[str, Any], r
     program.convert_old_keys(values, report)
     _move_aliases(values, alias_table(program.cls), defaults, report)
     values = _resolve_interpolations(values, defaults, report)
-    libraries = values.get("external_libs") or []
+    config: Any = Converter(program.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
+    libraries = getattr(config, "external_libs", [])  # only PPO has this key
     try:
-        read_user_declarations([libraries] if isinstance(libraries, str) else libraries)
+        read_user_declarations(libraries)
     except ValueError as error:
         report.formatted_problem("external_libs", libraries, f"external_libs: {error}")
-    config: Any = Converter(program.cls, defaults, report, extended=bool(values.get("external_libs"))).convert(values)
     config.changed = _changed_keys(config, defaults, program.yaml)
     program.resolve(config, report)
     return config

@@ -220,7 +220,10 @@ def _recompute(block: str, megatron: MegatronConfig, report: Report) -> None:
 # Names of the number of experts in config.json.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Fields of Core with which the embedding or the loss counts as one layer when layers are split over stages.
-_COUNTED_AS_LAYERS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_COUNTED_AS_LAYERS = {
+    "account_for_embedding_in_pipeline_split": "the embedding",
+    "account_for_loss_in_pipeline_split": "the loss",
+}
 
 
 @dataclass(frozen=True)
@@ -364,23 +367,42 @@ class ParallelSizeCheck:
         layers, stages = self.model.layers, self.megatron.pipeline_model_parallel_size
         parts = self.megatron.virtual_pipeline_model_parallel_size or 1
         fixed = [number for number in self.megatron.outer_stages() if isinstance(number, int)]
-        extra = sum(bool(self.megatron.override_transformer_config.get(name)) for name in _COUNTED_AS_LAYERS)
-        # Layers and stages without those that the user has placed on the first and last stage.
-        remaining, others = layers + extra - sum(fixed), stages - len(fixed)
-        divides = others > 0 and remaining > 0 and remaining % (others * parts) == 0
-        if stages == 1 or (remaining == 0 and others == 0) or divides:
+        counted = [name for name in _COUNTED_AS_LAYERS if self.megatron.override_transformer_config.get(name)]
+        remaining = layers + len(counted) - sum(fixed)  # for the stages whose size the user has not set
+
+        def works(pp: int) -> bool:
+            others = pp - len(fixed)
+            if fixed and counted:  # rejected by Core
+                return False
+            if others <= 0 or remaining <= 0:
+                return others == remaining == 0
+            return remaining % (others * parts) == 0
+
+        if stages == 1 or works(stages):
             return
         ranks_per_stage = self.megatron.tensor_model_parallel_size * self.megatron.context_parallel_size
-        valid_sizes = self._sizes_that_fit(ranks_per_stage, lambda pp: pp > 1 and layers % (pp * parts) == 0)
-        split = split_evenly(layers, stages, parts)
-        overrides = (
-            "" if split is None else " and ".join(f"{name}={size}" for name, size in zip(UNEVEN, split, strict=True))
-        )
-        fix = overrides and f"set {self.block}.override_transformer_config: {overrides}"
+        valid_sizes = self._sizes_that_fit(ranks_per_stage, lambda pp: pp > 1 and works(pp))
         chunks = f" × {parts} interleaved chunks" if parts > 1 else ""
-        placed = f" ({layers} without the first or last stage's {' and '.join(map(str, fixed))})" if fixed else ""
-        why = f"{others} stages{chunks} do not divide {remaining} layers{placed}"
-        self._report_problem("pipeline_model_parallel_size", stages, why, valid_sizes, fix)
+        outer = f"the first or last stage's {' and '.join(map(str, fixed))}"
+        why = f"{stages - len(fixed)} stages{chunks} do not divide {remaining} layers"
+        if fixed and counted:
+            why = f"{' and '.join(counted)} cannot be combined with {outer} layers"
+        elif fixed:
+            why += f" ({layers} without {outer})"
+        elif counted:
+            why += f" ({' and '.join([str(layers), *(_COUNTED_AS_LAYERS[name] for name in counted)])})"
+        self._report_problem("pipeline_model_parallel_size", stages, why, valid_sizes, self._uneven_split(counted))
+
+    def _uneven_split(self, counted: list[str]) -> str:
+        """Return the remedy that sets the sizes of the outer stages, which Core rejects together with the fields
+        `counted`; "" if no sizes work."""
+        stages, parts = self.megatron.pipeline_model_parallel_size, self.megatron.virtual_pipeline_model_parallel_size
+        split = split_evenly(self.model.layers, stages, parts or 1)
+        if split is None:
+            return ""
+        overrides = " and ".join(f"{name}={size}" for name, size in zip(UNEVEN, split, strict=True))
+        without = f", without {' and '.join(counted)}" if counted else ""
+        return f"set {self.block}.override_transformer_config: {overrides}{without}"
 
     def _check_expert_sizes(self) -> None:
         model, size = self.model, self.megatron.expert_model_parallel_size

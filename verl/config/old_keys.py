@@ -190,9 +190,13 @@ def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _set_converted(values: dict[str, Any], report: Report, old_key: str, block: str, **keys: Any) -> None:
-    """Set `keys` in a block of `values`, and report that `old_key` is converted to the first of them."""
-    existing: Mapping[str, Any] = values.get(block) or {}
-    values[block] = {**existing, **keys}
+    """Set `keys` in a block of `values`, and report that `old_key` is converted to the first of them.
+
+    Does nothing if there is a value in place of the block, which is reported elsewhere.
+    """
+    if not isinstance(values.get(block), Mapping | None):
+        return
+    values[block] = {**_mapping(values, block), **keys}
     name, value = next(iter(keys.items()))
     report.record_alias(f"{block}.{name}", old_key)
     report.notice(f"{old_key} is converted to {block}.{name} = {value}.")
@@ -200,18 +204,23 @@ def _set_converted(values: dict[str, Any], report: Report, old_key: str, block: 
 
 def convert_reward_workers(values: dict[str, Any], report: Report) -> None:
     """Convert `reward.num_workers` in `values` to an argument of the reward manager."""
-    reward = dict(values.get("reward") or {})
+    reward = dict(_mapping(values, "reward"))
     workers = reward.pop("num_workers", None)
-    if workers is not None:
-        block = dict(values.get("reward_model") or {})
-        values["reward_model"] = {
-            **block,
-            "reward_kwargs": {"num_processes": workers, **block.get("reward_kwargs", {})},
-        }
-        values["reward"] = reward
-        if not reward:  # an empty block would be an unknown key
-            del values["reward"]
-        report.notice(f"reward.num_workers is converted to reward_model.reward_kwargs.num_processes = {workers}.")
+    if workers is None:
+        return
+    values["reward"] = reward
+    if not reward:  # an empty block would be an unknown key
+        del values["reward"]
+    block, new_key = _mapping(values, "reward_model"), "reward_model.reward_kwargs.num_processes"
+    if all(
+        isinstance(existing, Mapping | None) for existing in (values.get("reward_model"), block.get("reward_kwargs"))
+    ):
+        kwargs = {"num_processes": workers, **_mapping(block, "reward_kwargs")}
+        values["reward_model"] = {**block, "reward_kwargs": kwargs}
+        report.notice(f"reward.num_workers is converted to {new_key} = {workers}.")
+    else:
+        why = "cannot be added to reward_model.reward_kwargs, which is not a mapping"
+        report.problem("reward.num_workers", workers, why, f"Set {new_key}={workers} instead")
 
 
 def convert_dict_keys(values: dict[str, Any], report: Report) -> None:
@@ -224,5 +233,9 @@ def convert_dict_keys(values: dict[str, Any], report: Report) -> None:
         nested_keys = data.pop(f"{name}_dict_keys", None)
         if nested_keys:
             parts = [nested_keys] if isinstance(nested_keys, str) else nested_keys
+            if not isinstance(parts, list):
+                fix = f"Set a list of names, or data.{name}_key with dots"
+                report.problem(f"data.{name}_dict_keys", nested_keys, "is not a list of names", fix)
+                continue
             data[f"{name}_key"] = ".".join([str(data[f"{name}_key"]), *map(str, parts)])
             report.notice(f"data.{name}_dict_keys is converted to data.{name}_key={data[f'{name}_key']}.")

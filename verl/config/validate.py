@@ -22,7 +22,7 @@ from verl.config.layout import (
     ROLLOUT,
     ROUTER_REPLAY,
     active_roles,
-    judge_shares_devices,
+    reward_server_shares_devices,
 )
 from verl.config.megatron import megatron_rules
 from verl.config.plan import batch_plan
@@ -215,7 +215,7 @@ def _judge(config: PPOConfig, report: Report) -> None:
     if reward.enable and reward.url is not None:
         why = "reward_model.enable = True starts a reward model in this run"
         report.problem("reward_model.url", reward.url, why, "Keep one of the two")
-    if judge_shares_devices(config) and config.trainer.mode != "sync":
+    if reward_server_shares_devices(config) and config.trainer.mode != "sync":
         why = f"trainer.mode = {config.trainer.mode} trains while the reward model scores, on the same devices"
         report.problem("reward_model.enable", True, why, "Set reward_model.enable_resource_pool=True")
     if not judge.enable:

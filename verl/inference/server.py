@@ -8,123 +8,34 @@ then the program ends with exit code 0. A second signal ends it at once.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
-
-from starlette.types import ASGIApp
+from collections.abc import Sequence
 
 from verl.inference.serving import options_parser
-from verl.inference.serving.api import ActivityLog, example_request
-from verl.inference.serving.app import OpenAIServer, in_options
-from verl.inference.serving.model import ModelLoader
-from verl.inference.serving.openai_requests import parse
-from verl.inference.serving.parsers import Parsers
-from verl.inference.serving.scoring import ScoringServer
-from verl.inference.serving.scoring_requests import parse_scoring
 from verl.utils.console import LINE, show_startup, startup_phase
-from verl.utils.http_server.server import (
-    ConnectionLimits,
-    bind_socket,
-    create_server,
-    run_event_loop,
-    warn_if_public,
-)
 from verl.utils.logging_setup import setup_logging
-from verl.utils.resources import freeze_gc, use_single_heap
+from verl.utils.resources import use_single_heap
 
-__all__ = ["ServedApp", "load_app", "main", "options_parser", "serve"]
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal arrives. Returns exit code 2 if the options are invalid or the server cannot start."""
+    """Serve until a signal arrives. Returns exit code 2 if the options are invalid or the server cannot start.
+
+    Help and errors of options appear before torch is imported, which takes seconds.
+    """
     options = options_parser().parse_args(arguments)
     setup_logging(console=LINE, with_time=True)
     use_single_heap()
+    with show_startup(), startup_phase("imports"):
+        from verl.inference.serving.app import in_options
+        from verl.inference.serving.program import serve
     try:
         serve(options)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{in_options(str(error))}\n")
         return 2
     return 0
-
-
-def serve(options: argparse.Namespace) -> None:
-    """Load the model, then serve requests."""
-    with bind_socket(options.host, options.port) as bound:
-        if options.api_key is None:
-            warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
-        with contextlib.ExitStack() as resources:
-            with show_startup():
-                served = load_app(options, resources)
-            freeze_gc()
-            limits = ConnectionLimits(connections=options.max_connections)
-            name, needs_key = options.served_model_name or options.model, options.api_key is not None
-            example = partial(example_request, name, served.has_template, needs_key)
-            with ActivityLog(served.app, served.tokens, served.unfinished) as app:
-                server = create_server(app, served.description, limits, "/v1", example=example)
-                run_event_loop(server.serve([bound]))
-
-
-@dataclass(frozen=True)
-class ServedApp:
-    """The application of a loaded model."""
-
-    app: ASGIApp
-    description: str
-    """The model, its dtype and device, for the log."""
-    offload: Callable[[], None]
-    """Free the device memory; requests wait until `onload`."""
-    onload: Callable[[], None]
-    tokens: Callable[[], int]
-    """Return the number of generated tokens."""
-    unfinished: Callable[[], int]
-    """Return the number of requests in progress."""
-    has_template: bool | None = None
-    """Whether the model has a chat template; None: it is a classifier."""
-
-
-def load_app(options: argparse.Namespace, resources: contextlib.ExitStack) -> ServedApp:
-    """Load the model that the options name and build its application; closing `resources` unloads it."""
-    with startup_phase("model config"):  # imports transformers
-        loader, max_body_bytes = ModelLoader(options, options.task), options.max_body_mb * 2**20
-    parse_body: Any = parse_scoring if loader.task == "classify" else parse
-    parsers: Parsers[Any] = Parsers(parse_body, loader.load_tokenizer, options.max_parse_seconds)
-    resources.enter_context(contextlib.closing(parsers))
-    if loader.task == "classify":
-        with startup_phase("model"):
-            classifier, model_info, description = resources.enter_context(loader.load_classifier(options.max_answers))
-        served = ServedApp(
-            ScoringServer(classifier, model_info, parsers).app(max_body_bytes, options.api_key),
-            description,
-            offload=classifier.offload,
-            onload=classifier.onload,
-            tokens=lambda: 0,
-            unfinished=lambda: classifier.unfinished,
-        )
-    else:
-        with startup_phase("model and engine"):
-            model = resources.enter_context(loader.load_engine(options.max_answers, options.allow_client_templates))
-        engine = model.engine
-        root = None if options.lora_root is None else Path(options.lora_root)
-        server = OpenAIServer(engine, model.check, model.model_info, model.tokenizer, parsers, model.loras, root)
-        served = ServedApp(
-            server.app(max_body_bytes, options.api_key),
-            model.description,
-            offload=model.offload,
-            onload=model.onload,
-            tokens=lambda: engine.counts()[2],
-            unfinished=lambda: engine.unfinished,
-            has_template=bool(model.tokenizer.chat_template),
-        )
-    with startup_phase("tokenizer processes"):
-        parsers.wait_until_ready()
-    return served
 
 
 if __name__ == "__main__":

@@ -205,7 +205,12 @@ class FollowerEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        """Execute the leader's messages until it closes. Runs in its own thread."""
+        """Execute the leader's messages until it closes. Runs in its own thread.
+
+        A failure is final, and all later halts raise it: the KV cache of this rank misses the skipped steps. The leader
+        ends as well. If the step fails there, too, its `EngineHost` or the call that generates raises the error, which
+        ends the run; otherwise its step waits for this rank in a collective, until that times out.
+        """
         pending: deque[PendingStep] = deque()
         failure: BaseException | None = None
         while True:
@@ -216,7 +221,7 @@ class FollowerEngine:
                 if message == _HALT_MARK:
                     while pending:
                         pending.popleft().wait()
-                elif failure is None:  # After a failure, plans are skipped; the error is raised by the next `halt`.
+                elif failure is None:
                     self._wait_until_ready()
                     pending.append(self._runner.launch(message))
                     if len(pending) > self._runner.steps_ahead:

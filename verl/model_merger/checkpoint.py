@@ -39,6 +39,8 @@ class Checkpoint:
     kind: ModelKind
     config_folder: Path | None
     """Folder with config.json, and possibly a tokenizer."""
+    base_folder: Path | None
+    """Local folder of the base model; None: not needed, and --base-model is not given."""
     base_model: str
     """Path or hub name of the base model of adapters; "" if unknown."""
 
@@ -70,8 +72,8 @@ def open_checkpoint(options: MergeOptions) -> Checkpoint:
             if options.lora == "merge":
                 base = Path(_resolve_model(base_model, "--base-model"))
                 tensors, source = folder_tensors(base), config_folder or base
-                return Checkpoint(folder, plain, tensors, adapters, config, kind, source, base_model)
-    return Checkpoint(folder, plain, {}, adapters, config, kind, config_folder, base_model)
+                return Checkpoint(folder, plain, tensors, adapters, config, kind, source, base, base_model)
+    return Checkpoint(folder, plain, {}, adapters, config, kind, config_folder, base, base_model)
 
 
 def _check_backend(options: MergeOptions, folder: Path, is_verl_format: bool, shards: bool, core: bool) -> None:
@@ -186,11 +188,14 @@ class StoredAdapters:
             raise ValueError(
                 f"{ADAPTER_CONFIG}: {unsupported[0]} cannot be merged. Keep the adapter with --lora adapter."
             )
+        rank = self.matrices[layer]["A"].shape[0]
+        return self._alpha() / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+
+    def _alpha(self) -> float:
         alpha = self.settings.get("lora_alpha")
         if alpha is None:
-            raise ValueError(f"adapters: lora_alpha is unknown ({ADAPTER_CONFIG} is missing). Set --lora-alpha.")
-        rank = self.matrices[layer]["A"].shape[0]
-        return float(alpha) / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
+            raise ValueError(f"adapters: there is no {ADAPTER_CONFIG} with lora_alpha. Set --lora-alpha.")
+        return float(alpha)
 
     def merged(self, layer: str, base: LazyTensor, transposed: bool) -> AdaptedTensor:
         """Return the weight of a layer merged with its adapter; `transposed`: it is [in, out]."""
@@ -205,17 +210,16 @@ class StoredAdapters:
         return matrices | {f"{PREFIX}{name}": value for name, value in self.heads.items()}
 
     def peft_config(self, kind: ModelKind, base_model: str) -> dict[str, Any]:
-        """Return the contents of adapter_config.json; `settings` take precedence."""
+        """Return the contents of adapter_config.json; `settings` take precedence. ValueError: lora_alpha is unknown."""
         defaults = {
             "peft_type": "LORA",
             "task_type": _TASKS[kind],
             "r": next(iter(self.matrices.values()))["A"].shape[0],
+            "lora_alpha": self._alpha(),
             "target_modules": sorted(self.matrices),
             "modules_to_save": sorted({name.partition(".")[0] for name in self.heads}) or None,
             "inference_mode": True,
         }
-        if "lora_alpha" not in self.settings:
-            self.scale(next(iter(self.matrices)))  # raises ValueError
         return {**defaults, **self.settings, "base_model_name_or_path": base_model}
 
 

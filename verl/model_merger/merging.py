@@ -127,8 +127,9 @@ def _check_disk_space(target: Path, size: int) -> None:
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy the tokenizer and other preprocessing files."""
-    source = checkpoint.config_folder
+    """Copy the tokenizer and other preprocessing files, of the base model if the checkpoint has no tokenizer."""
+    folders = [source for source in (checkpoint.config_folder, checkpoint.base_folder) if source is not None]
+    source = next((source for source in folders if any(source.glob("tokenizer*"))), checkpoint.config_folder)
     files = {path for pattern in _TOKENIZER for path in source.glob(pattern)} if source is not None else set()
     for path in sorted(files):
         if path.is_file():
@@ -163,7 +164,8 @@ def check_target(target: Path, source: Path, overwrite: bool) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Context with a temporary folder, which is renamed to `target` at exit, and removed after an error.
+    """Context with a temporary folder, which is renamed to `target` at exit, and removed after an error; `target` then
+    stays as it was.
 
     Leftovers of a killed process are removed first; ValueError if another process writes to the folder.
     """
@@ -185,6 +187,8 @@ def new_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
+            if old.is_dir() and not target.exists():
+                old.rename(target)
             raise
 
 

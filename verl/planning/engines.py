@@ -13,8 +13,8 @@ from verl.config import names
 from verl.config.layout import (
     async_settings,
     frees_partial_kv,
-    judge_shares_devices,
     layout_of,
+    reward_server_shares_devices,
     runs_in_own_process,
     serves_reward_model,
     shares_devices,
@@ -184,7 +184,7 @@ class RewardServerMemory:
     @property
     def is_offloaded(self) -> bool:
         """Whether the model is offloaded to the host outside its phase."""
-        return judge_shares_devices(self.config)
+        return reward_server_shares_devices(self.config)
 
     def model(self) -> FSDPModelMemory:
         """Return the memory of the model alone, by which the host memory of an offloaded copy is planned."""

@@ -44,7 +44,7 @@ class WeightMismatchError(RuntimeError):
     """The engine's weights differ from the trainer's. The engine rejects requests until a weight sync succeeds."""
 
 
-NamedRows: TypeAlias = "dict[str | TensorSlice, torch.Tensor]"
+BucketTensors: TypeAlias = "dict[str | TensorSlice, torch.Tensor]"
 """A `Bucket` under construction."""
 _Item = TypeVar("_Item")
 

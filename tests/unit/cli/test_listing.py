@@ -38,6 +38,6 @@ def test_descriptions_do_not_repeat_the_name():
 
 
 def test_an_engine_that_is_not_installed_is_marked(monkeypatch):
-    monkeypatch.setattr("verl.cli.listing.is_installed", lambda package: package != "vllm")
+    monkeypatch.setattr("verl.config.block_rules.is_installed", lambda package: package != "vllm")
     assert "[not installed: vllm]" in render("engines")
     assert "[not installed: sglang]" not in render("engines")

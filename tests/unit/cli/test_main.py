@@ -131,12 +131,21 @@ def test_fish_completes_kinds_only_as_the_first_argument(capsys):
     assert "complete -c verl -n '__verl_first_argument_of completion' -f -a 'bash zsh fish'" in script
 
 
+@pytest.mark.usefixtures("logging_as_before")
 def test_the_server_logs_its_imports(monkeypatch):
     """They take seconds, on a busy machine tens of seconds."""
-    server = ModuleType("verl.inference.server")
-    server.main = lambda arguments: 7
-    monkeypatch.setitem(sys.modules, "verl.inference.server", server)
     phases = []
-    monkeypatch.setattr("verl.utils.console.startup_phase", lambda name: phases.append(name) or nullcontext())
-    assert main(["serve", "--model", "a"]) == 7
-    assert phases == ["imports"]
+    program, app = ModuleType("verl.inference.serving.program"), ModuleType("verl.inference.serving.app")
+    program.serve, app.in_options = lambda options: phases.append(options.model), str
+    for module in (program, app):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("verl.inference.server.startup_phase", lambda name: phases.append(name) or nullcontext())
+    assert main(["serve", "--model", "a"]) == 0
+    assert phases == ["imports", "a"]
+
+
+def test_the_module_of_the_server_imports_neither_torch_nor_a_web_server():
+    """`python -m verl.inference.server` imports it before it can show that it starts."""
+    code = "import sys, verl.inference.server; print({'torch', 'starlette'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -37,6 +37,12 @@ def error_of(capsys, *arguments):
     return output.err
 
 
+@pytest.mark.parametrize(("gpus", "note"), [(0, "has no GPU"), (1, "memory of this machine's GPU is unknown")])
+def test_the_note_on_the_default_gpu_has_its_reason(capsys, monkeypatch, gpus, note):
+    monkeypatch.setattr("verl.config.devices.has_no_gpu", lambda: not gpus)
+    assert note in " ".join(report_of(capsys, f"{MODEL}=Qwen/Qwen2.5-0.5B-Instruct", "algorithm=grpo")["notes"])
+
+
 def test_a_run_that_fits(capsys):
     report = report_of(capsys, f"{MODEL}=Qwen/Qwen2.5-0.5B-Instruct", "algorithm=grpo", "--gpu", "h200")
     assert (report["fits"], report["verdict"], report["changes"]) == (True, "fits", [])

@@ -137,6 +137,8 @@ def test_a_reward_model_in_the_policys_tokens_must_read_them_all_others_cut(mode
     assert "reward_model.max_length" in problems(path, *reward, "reward_model.max_length=801")
     (other / "tokenizer_config.json").write_text('{"model_max_length": 512}')
     load(path, *reward)
+    (other / "tokenizer_config.json").write_text('{"model_max_length": 5')
+    assert "reward_model.max_length" in problems(path, *reward), "its limit is unknown"
 
 
 def test_a_hub_name_is_checked_where_it_was_fetched_to(model):

@@ -38,6 +38,25 @@ class Library:
 
 
 @pytest.mark.parametrize(
+    ("files", "limited"),
+    [
+        ({"memory.max": "3000", "memory.current": "1000"}, True),
+        ({"memory.max": "max", "memory.current": "1000", "memory/memory.limit_in_bytes": "9"}, False),
+        ({"memory/memory.limit_in_bytes": "3000", "memory/memory.usage_in_bytes": "1000"}, True),
+        ({"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "1000"}, False),
+        ({}, False),
+    ],
+)
+def test_host_memory_is_limited_by_either_version_of_cgroups(tmp_path, monkeypatch, files, limited):
+    monkeypatch.setattr(devices, "_CGROUP_ROOT", tmp_path)
+    (tmp_path / "memory").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content + "\n")
+    assert (devices.host_memory_available() == 2000) is limited
+    assert (devices.host_memory_total() == 3000) is limited
+
+
+@pytest.mark.parametrize(
     ("totals", "expected"),
     [
         ([80 << 30, 24 << 30], (24 << 30, "GPU 2")),

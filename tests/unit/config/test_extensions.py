@@ -80,6 +80,15 @@ def test_a_single_module_need_not_be_a_list(module):
     assert load_config({"external_libs": name}, overrides, check_files=False).actor_rollout_ref.rollout.n > 1
 
 
+def test_modules_are_read_as_lists_of_strings(module):
+    overrides = ["algorithm.adv_estimator=mine_in_text", *REQUIRED]
+    libraries = f"[{module(ESTIMATOR.format(name='mine_in_text'))}]"
+    assert load_config({"external_libs": libraries}, overrides, check_files=False).actor_rollout_ref.rollout.n > 1
+    assert load_config({"external_libs": 5}, REQUIRED, check_files=False).external_libs == ["5"]
+    with pytest.raises(ConfigError, match="external_libs"):
+        load_config({"external_libs": [None]}, REQUIRED, check_files=False)
+
+
 def test_a_trait_that_is_no_literal_names_the_line(module):
     name = module('KEYS = ()\n@register_adv_est("computed", reads=KEYS)\ndef compute_computed(): ...\n')
     with pytest.raises(ValueError, match=rf"{name}\.py: line 2"):

@@ -49,7 +49,7 @@ def test_what_cannot_be_matched_is_refused_with_its_key(override, why):
 
 def test_a_missing_peft_is_said_before_anything_starts(monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr("verl.config.block_rules.find_spec", lambda name: None if name == "peft" else real(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else real(name))
     with pytest.raises(ConfigError, match=r"pip install -e \.\[lora\]"):
         load_config(None, [*BASE, *GROUP])
     assert config(), "verl plan needs no packages of engines"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from verl.config import ConfigError, load_config, megatron, names
-from verl.config.engine import MegatronConfig
+from verl.config.engine import UNEVEN, MegatronConfig
 from verl.config.megatron import ModelDimensions, model_layout_rules, split_evenly
 from verl.config.problems import Report
 from verl.config.unused_keys import check_supported
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = f"{ACTOR}.megatron_config"
+FIRST, LAST = UNEVEN
+EMBEDDING, LOSS = (f"account_for_{name}_in_pipeline_split" for name in ("embedding", "loss"))
 RUN = [
     "algorithm=grpo",
     "actor_rollout_ref=megatron",
@@ -195,6 +198,41 @@ def test_sizes_that_do_not_divide_the_model_are_told_together_with_those_that_wo
     found = model_problems(tmp_path, QWEN2_7B, *sized(tp=1, cp=8))
     assert "28 attention heads of a tensor rank" in found["context_parallel_size"]
     assert "Set it to 4" in found["context_parallel_size"]
+
+
+@pytest.mark.parametrize(
+    ("pp", "overrides", "expected"),
+    [
+        (
+            4,
+            {FIRST: 5},
+            "3 stages do not divide 23 layers (28 without the first or last stage's 5). Set it to 2 or set",
+        ),
+        (
+            2,
+            {FIRST: 5, LAST: 5},
+            "0 stages do not divide 18 layers (28 without the first or last stage's 5 and 5). Set it",
+        ),
+        (4, {EMBEDDING: True}, "4 stages do not divide 29 layers (28 and the embedding). Set"),
+        (
+            8,
+            {EMBEDDING: True, LOSS: True},
+            "8 stages do not divide 30 layers (28 and the embedding and the loss). Set it",
+        ),
+        (4, {FIRST: 7, LOSS: True}, f"{LOSS} cannot be combined with the first or last stage's 7 layers. Set"),
+    ],
+)
+def test_remedies_for_stages_work_with_the_users_overrides(tmp_path, pp, overrides, expected):
+    def problem_of(stages: int, overrides: dict[str, object]) -> str:
+        typed = [f"{MEGATRON}.override_transformer_config.{name}={value}" for name, value in overrides.items()]
+        return "".join(model_problems(tmp_path, QWEN2_7B, *sized(pp=stages), *typed).values())
+
+    problem = problem_of(pp, overrides)
+    assert problem.startswith(expected)
+    for size in re.findall(r"Set it to (\d+)", problem):
+        assert problem_of(int(size), overrides) == ""
+    assert problem_of(pp, dict(re.findall(r"(num_layers_in_\w+)=(\d+)", problem))) == ""
+    assert all(name in problem.partition(", without ")[2] for name in overrides if name in (EMBEDDING, LOSS))
 
 
 def test_layouts_that_fit_are_not_told(tmp_path):

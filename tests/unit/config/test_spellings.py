@@ -1,6 +1,7 @@
 """Keys as scripts from elsewhere spell them: each is accepted by itself, means ours, and the log says which."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl.config import ConfigError, SFTConfig, load_config
 from verl.config.schema import get_path
@@ -48,6 +49,35 @@ def test_an_error_names_what_was_typed_beside_ours(typed, said):
     with pytest.raises(ConfigError) as error:
         load_config(None, [*PPO, "trainer.mode=async", typed], check_files=False)
     assert said.format(typed.partition("=")[0]) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "keys"),
+    [
+        (["reward=naive"], {"reward"}),
+        (["reward.num_workers=2", "reward_model=x"], {"reward.num_workers", "reward_model"}),
+        (
+            ["reward.num_workers=2", "reward_model.reward_kwargs=x"],
+            {"reward.num_workers", "reward_model.reward_kwargs"},
+        ),
+        (["async_training.staleness_threshold=1", "trainer=x"], {"trainer"}),
+    ],
+)
+def test_a_value_in_place_of_a_block_is_reported_under_its_key(typed, keys):
+    values = dict(override.split("=") for override in PPO)
+    nested = OmegaConf.from_dotlist(
+        [f"{key}={value}" for key, value in values.items() if key.split(".")[0] != "trainer"]
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(OmegaConf.merge(nested, OmegaConf.from_dotlist(typed)), check_files=False)
+    assert {problem.key for problem in error.value.problems} == keys
+
+
+@pytest.mark.parametrize("value", [5, True, {"question": 1}])
+def test_names_of_nested_columns_must_be_a_list(value):
+    with pytest.raises(ConfigError) as error:
+        load_config({"data": {"prompt_dict_keys": value}}, SFT, check_files=False, root=SFTConfig)
+    assert [problem.key for problem in error.value.problems] == ["data.prompt_dict_keys"]
 
 
 def test_a_whole_block_under_another_name_is_said_once():

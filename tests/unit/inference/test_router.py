@@ -25,11 +25,15 @@ class Backend:
         self.release = asyncio.Event()
         self.cancelled = asyncio.Event()
         routes = [Route("/echo", self._echo, methods=["POST"]), Route("/stream", self._stream, methods=["POST"])]
-        routes += [Route("/bad", self._bad, methods=["POST"])]
+        routes += [Route("/bad", self._bad, methods=["POST"]), Route("/files/{name}", self._target, methods=["GET"])]
         self.app = create_app(routes, health=lambda: {}, max_body_bytes=2**20, api_key=KEY)
 
     async def _echo(self, request: Request) -> Response:
         return JSONResponse(await request.json())
+
+    async def _target(self, request: Request) -> Response:
+        raw_path, query = request.scope["raw_path"].decode(), request.scope["query_string"].decode()
+        return JSONResponse([raw_path, query, request.path_params["name"]])
 
     async def _bad(self, _request: Request) -> Response:
         raise HttpError(422, "bad")
@@ -75,6 +79,15 @@ def test_replies_are_forwarded_with_their_status_and_type():
         reply = await client.post("/bad", json={})
         assert (reply.status_code, reply.json()) == (422, {"detail": "bad"})
         assert (await client.get("/health")).json() == {"status": "ok", "servers": 1, "unfinished_requests": 0}
+
+    routed(check)
+
+
+@pytest.mark.parametrize("query", ["", "after=a%26b&limit=2"])
+def test_escaped_paths_and_queries_are_forwarded_as_they_are(query):
+    async def check(_router, client, _backend):
+        reply = await client.get("/files/a%3Fb%20%25%C3%A9" + (f"?{query}" if query else ""))
+        assert reply.json() == ["/files/a%3Fb%20%25%C3%A9", query, "a?b %é"]
 
     routed(check)
 

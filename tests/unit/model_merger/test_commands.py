@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -86,6 +87,24 @@ def test_a_folder_is_there_whole_or_not_at_all(actor, model, tmp_path, capsys, m
     assert {path.name for path in tmp_path.iterdir()} == {"merged"}
     assert merge(actor, actor, "--overwrite") == 1
     assert "is or contains the checkpoint itself" in capsys.readouterr().err
+
+
+def test_a_model_is_restored_if_its_successor_cannot_replace_it(actor, model, tmp_path, capsys, monkeypatch):
+    target, rename = tmp_path / "merged", Path.rename
+
+    def failing_rename(path, other):
+        if other == target and path.name == ".merged.unfinished":
+            raise OSError(5, "Input/output error")
+        return rename(path, other)
+
+    assert merge(actor, target) == 0
+    (target / "mine").write_text("kept")
+    monkeypatch.setattr(Path, "rename", failing_rename)
+    assert merge(actor, target, "--overwrite") == 1
+    assert "Input/output error" in capsys.readouterr().err
+    assert_holds(target, model.state_dict())
+    assert (target / "mine").read_text() == "kept"
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_missing_file_of_a_step_is_named(actor, tmp_path, capsys):

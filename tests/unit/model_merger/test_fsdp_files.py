@@ -80,7 +80,7 @@ def test_what_real_ranks_of_both_fsdps_save_becomes_the_model(tmp_path):
         assert_holds(tmp_path / f"{name}-merged", tiny_model().state_dict())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def adapted():
     """peft's own model, its names as peft gives them."""
     found = get_peft_model(tiny_model(num_hidden_layers=1), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
@@ -104,6 +104,30 @@ def test_adapters_in_shards_are_merged_or_kept(adapted, tmp_path, capsys):
     found = tensors(tmp_path / "merged")
     for name, value in adapted.merge_and_unload().state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def test_settings_that_cannot_be_merged_are_kept_with_adapters(adapted, tmp_path, capsys):
+    folder = described(write_dtensors(adapted.state_dict(), tmp_path / "actor"), adapted.config)
+    (folder / "adapter_config.json").write_text('{"rank_pattern": {"q_proj": 4}}')
+    kept = ["--lora", "adapter", "--base-model", str(folder / "huggingface")]
+    assert merge(folder, tmp_path / "kept", *kept) == 1
+    assert "--lora-alpha" in (message := stderr_of(capsys))
+    assert "--lora adapter" not in message
+    assert merge(folder, tmp_path / "kept", *kept, "--lora-alpha", "8") == 0
+    config = json.loads((tmp_path / "kept" / "adapter_config.json").read_text())
+    assert (config["rank_pattern"], config["lora_alpha"]) == ({"q_proj": 4}, 8)
+
+
+def test_the_tokenizer_of_the_base_model_is_copied_if_the_checkpoint_has_none(model, tmp_path, capsys):
+    folder = write_dtensors(model.state_dict(), tmp_path / "actor")
+    model.config.save_pretrained(folder / "huggingface")
+    assert merge(folder, tmp_path / "without") == 0
+    assert "no tokenizer" in stderr_of(capsys)
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    assert merge(folder, tmp_path / "merged", "--base-model", str(tmp_path / "base")) == 0
+    assert "no tokenizer" not in stderr_of(capsys)
+    names = ("tokenizer.json", "tokenizer_config.json")
+    assert all((tmp_path / "merged" / name).read_bytes() == (tmp_path / "base" / name).read_bytes() for name in names)
 
 
 def test_a_value_model_and_a_head_without_bias(model, tmp_path):

@@ -68,7 +68,7 @@ class ModelLoader:
         self.load_tokenizer = partial(hf_tokenizer, self._path, trust_remote_code=options.trust_remote_code)
 
     @contextlib.contextmanager
-    def load_engine(self, max_answers: int, client_templates: bool) -> Iterator[LoadedModel]:
+    def load_engine(self, max_responses: int, client_templates: bool) -> Iterator[LoadedModel]:
         """Load the engine, which runs until the context exits."""
         from verl.inference.build import build_engine
         from verl.inference.lora import AdapterOptions, LoraRegistry
@@ -89,7 +89,7 @@ class ModelLoader:
             max_model_len,
             built.model.vocab_size,
             built.end_tokens.ids,
-            max_answers=max_answers,
+            max_responses=max_responses,
             client_templates=client_templates,
             longest_token=longest_token(tokenizer),
         )
@@ -105,7 +105,7 @@ class ModelLoader:
             yield LoadedModel(engine, built.engine.check, model_info, tokenizer, description, offload, onload, loras)
 
     @contextlib.contextmanager
-    def load_classifier(self, max_answers: int) -> Iterator[tuple[Classifier, ModelInfo, str]]:
+    def load_classifier(self, max_responses: int) -> Iterator[tuple[Classifier, ModelInfo, str]]:
         """Load a sequence classifier; yields it, the limits for requests, and a description for the log."""
         from verl.inference.serving.scoring import Classifier
         from verl.models.loading import pretrained_model
@@ -124,7 +124,7 @@ class ModelLoader:
             self._max_model_len,
             self._hf_config.get_text_config().vocab_size,
             frozenset(),
-            max_answers=max_answers,
+            max_responses=max_responses,
             client_templates=False,
             longest_token=longest_token(tokenizer),
         )

@@ -68,7 +68,7 @@ class ModelInfo:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    max_answers: int
+    max_responses: int
     """Maximum of prompts × n in one request."""
     client_templates: bool
     """Whether requests may contain chat templates."""
@@ -251,11 +251,11 @@ def _parse_common(
     request: GenerationRequest, model_info: ModelInfo, prompts: int, new_tokens: int, top: int | None
 ) -> ParsedRequest:
     """The fields that both APIs share, without prompts: these are tokenised last because that takes longest."""
-    model, answers = resolve_model_name(request, model_info), prompts * request.n
-    if answers > model_info.max_answers:
+    model, responses = resolve_model_name(request, model_info), prompts * request.n
+    if responses > model_info.max_responses:
         raise ApiError(
-            f"{prompts} prompts × n = {request.n} are {answers} responses; one request may have"
-            f" {model_info.max_answers}. Send several requests, or start the server with a larger --max-answers.",
+            f"{prompts} prompts × n = {request.n} are {responses} responses; one request may have"
+            f" {model_info.max_responses}. Send several requests, or start the server with a larger --max-answers.",
             "n",
         )
     return ParsedRequest(

@@ -50,7 +50,9 @@ class Router:
         }
         self._in_flight[server] += 1
         try:
-            url, body = f"http://{server}{request.scope['path']}", bytes(request_body(request))
+            # As received: `path` is percent-decoded, and has no query.
+            target = b"?".join(part for part in (request.scope["raw_path"], request.scope["query_string"]) if part)
+            url, body = httpx.URL(f"http://{server}", raw_path=target), bytes(request_body(request))
             forwarded = self._client.build_request(request.method, url, content=body, headers=headers)
             response = await self._client.send(forwarded, stream=True)
         except BaseException as error:

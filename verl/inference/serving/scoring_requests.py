@@ -42,9 +42,9 @@ def parse_scoring(
             "input: should be a text, token ids, a conversation, or a list of these; or set messages.", "input"
         )
     inputs: list[Any] = [request.messages] if request.input is None else request.input
-    if not inputs or len(inputs) > model_info.max_answers:
+    if not inputs or len(inputs) > model_info.max_responses:
         raise ApiError(
-            f"input: has {len(inputs)} entries; one request may have 1 to {model_info.max_answers}. Send several, or"
+            f"input: has {len(inputs)} entries; one request may have 1 to {model_info.max_responses}. Send several, or"
             " start the server with a larger --max-answers.",
             "input",
         )

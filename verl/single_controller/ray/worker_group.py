@@ -121,6 +121,8 @@ class RayWorkerGroup(WorkerGroup):
         self._workers: list[Any] = []
         self._nodes: list[RayNode] = []
         self._broken: list[WorkerDiedError] = []
+        self._master: list[Any] = []
+        """`master_address` and `master_port`."""
         self._killed: set[int] = set()
         """Ranks killed by `shutdown`; Ray may report them as alive for a while."""
         self._queries = RankQueries(self._workers)
@@ -169,13 +171,23 @@ class RayWorkerGroup(WorkerGroup):
         group._queries = RankQueries(workers)
         group._set_roles(specs_of(ray_cls_with_init) if ray_cls_with_init else specs, info.world_size)
         group._hosts = group._query_hosts(workers)
-        group.master_address, group.master_port = info.master_addr, info.master_port
+        group._master = [info.master_addr, info.master_port]
         return group
 
     @property
     def workers(self) -> list[Any]:
         """The actor handles, by rank."""
         return list(self._workers)
+
+    @property
+    def master_address(self) -> str:
+        """The host of rank 0, where the ranks' process group meets."""
+        return self._master[0]
+
+    @property
+    def master_port(self) -> int:
+        """The port of the process group at `master_address`."""
+        return self._master[1]
 
     @property
     def worker_names(self) -> list[str]:
@@ -270,8 +282,8 @@ class RayWorkerGroup(WorkerGroup):
         self._hosts[:] = self._query_hosts(self._workers)
         if 0 in ranks:
             addresses = self._wait("start", {0: on_lane(self._workers[0], "prepare", "control").remote()})
-            self.master_address, self.master_port = addresses[0]
-        address, port = self.master_address, self.master_port
+            self._master[:] = addresses[0]
+        address, port = self._master
         infos = [
             RankInfo(rank, pool.world_size, local_rank, local_size, address, port, plan.device, plan.collective_timeout)
             for rank, (local_rank, local_size) in enumerate(

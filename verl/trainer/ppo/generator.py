@@ -16,7 +16,7 @@ import torch
 from verl.algos import takes_argument
 from verl.algos.groups import Trajectories
 from verl.config import PPOConfig
-from verl.config.layout import ROLLOUT, judge_shares_devices, scored_by_model, serves_reward_model
+from verl.config.layout import ROLLOUT, reward_server_shares_devices, scored_by_model, serves_reward_model
 from verl.protocol import DataProto, object_array
 from verl.trainer.common.dumps import decode
 from verl.trainer.ppo.rollout_jobs import FinishedTrajectory, OnFinished, trajectory_names
@@ -68,7 +68,7 @@ class Generator:
         self._scores_are_continuous = scored_by_model(config) or not self._uses_rewards
         """Scores do not tell right from wrong: a response counts as correct only by the value `acc`."""
         self._needs_greedy = takes_argument(config.algorithm.adv_estimator, "reward_baselines")
-        devices_busy = self._has_reward_model or judge_shares_devices(config)
+        devices_busy = self._has_reward_model or reward_server_shares_devices(config)
         self._overlap = RewardOverlap(config.reward_model.overlap and not devices_busy)
         self._failed_in_a_row = 0
         self.reward_names: dict[str, None] = {}

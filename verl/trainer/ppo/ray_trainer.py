@@ -13,9 +13,9 @@ from verl.algos import AdvantageEstimator
 from verl.config import PPOConfig, load_config
 from verl.config.layout import (
     actor_is_reference,
-    judge_shares_devices,
     needs_reference,
     old_log_probs_from_update,
+    reward_server_shares_devices,
     serves_reward_model,
 )
 from verl.planning.catalog import peak_flops
@@ -162,7 +162,7 @@ class RayPPOTrainer(TrainerAttributes):
                 self.weight_sync.connect()
             if serves_reward_model(self.config):
                 with startup_phase("reward model server"):
-                    server = RewardModelServer(self.groups, judge_shares_devices(self.config))
+                    server = RewardModelServer(self.groups, reward_server_shares_devices(self.config))
                     self.reward_fn, self.val_reward_fn = server.start(self.reward_fn, self.val_reward_fn)
 
     def _create_actor_rollout_worker_group(self) -> Any:
