@@ -77,12 +77,13 @@ docs: docs-pages $(DOCS)/.installed
 docs-serve: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve
 
-# Pages that are generated from the code.
+# Pages that are generated from the code. A page is replaced only if its program succeeds.
+write_page = $(BIN)/python $(1) > docs/reference/$(2).new && mv docs/reference/$(2).new docs/reference/$(2)
 docs-pages: setup
-	$(BIN)/python docs/scripts/config_page.py > docs/reference/config.md
-	$(BIN)/python -m verl.types.schema > docs/reference/columns.md
-	$(BIN)/python docs/scripts/recording_page.py > docs/reference/recording.md
-	$(BIN)/python docs/scripts/python_api.py > docs/reference/python_api.md
+	$(call write_page,docs/scripts/config_page.py,config.md)
+	$(call write_page,-m verl.types.schema,columns.md)
+	$(call write_page,docs/scripts/recording_page.py,recording.md)
+	$(call write_page,docs/scripts/python_api.py,python_api.md)
 	$(BIN)/python docs/scripts/notebooks.py
 
 $(DOCS)/.installed: docs/scripts/requirements.txt
