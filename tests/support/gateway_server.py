@@ -118,8 +118,9 @@ def running_gateway(
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
-    started.wait(10)
     try:
+        if not started.wait(10):
+            raise RuntimeError("the gateway of the test did not start within 10 s")
         yield RunningGateway(scripted, sessions, address[0])
     finally:
         loop.call_soon_threadsafe(stop.set)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -86,7 +85,9 @@ class URLServer:
         self._thread = threading.Thread(target=self._uvicorn.run, daemon=True)
         self._thread.start()
         while not self._uvicorn.started:
-            time.sleep(0.01)
+            self._thread.join(0.01)
+            if not self._thread.is_alive():
+                raise RuntimeError(f"the server of the test ended during its start on port {self.port}")
         self.port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
         return self
 

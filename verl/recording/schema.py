@@ -179,7 +179,7 @@ _STREAMS = (
             Field("score_std", _double, "standard deviation of the scores (divided by n); 0: no signal"),
             Field("length_mean", _double, "mean of `lengths`", "tokens"),
             Field("staleness", _int, "version of the trainer minus the oldest version that sampled a token", "steps"),
-            Field("recorded", _bool, "whether they are in `trajectories`; false: beyond the budget of the step"),
+            Field("recorded", _bool, "whether its responses are in `trajectories`; false: beyond the step's budget"),
         ),
     ),
     StreamSpec(
@@ -208,7 +208,8 @@ _STREAMS = (
             Field("advantages", pa.list_(_float), "advantages of the policy loss"),
             Field("weights", pa.list_(_float), "importance weights of the rollout correction"),
             Field("versions", pa.list_(_int), "weight version that sampled each token; -1: not sampled or unknown"),
-            Field("token_scores", pa.list_(_float), "scores on their tokens, with turn rewards"),
+            Field("token_scores", pa.list_(_float), "score of the response, on its last token, plus turn rewards, each"
+                  " on the last token of its turn"),
             Field("score", _double, "score of the response: sum of its `token_scores`"),
             _rewards,
             _notes,

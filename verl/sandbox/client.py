@@ -67,12 +67,12 @@ class SandboxClient:
         seconds = 2 * DEFAULT_SECONDS if limits is None else limits.wall_s + limits.compile_s
         timeout = httpx.Timeout(seconds + _QUEUE_S, connect=5.0)
         with self._lock:
-            self._client = self._client or httpx.Client(trust_env=False, headers=api_headers())
+            client = self._client = self._client or httpx.Client(trust_env=False, headers=api_headers())
         with self._slots:
             for attempt in range(1, self._attempts + 1):
                 response: httpx.Response | Exception
                 try:
-                    response = self._client.post(f"{self.url}{RUN}", json=request, timeout=timeout)
+                    response = client.post(f"{self.url}{RUN}", json=request, timeout=timeout)
                 except httpx.HTTPError as error:
                     response = error
                 if (result := self._parse(response, attempt)) is not None:
@@ -111,7 +111,11 @@ class SandboxClient:
                 raise ValueError(
                     f"{self.url} rejected the request, status {response.status_code}: {response.text[:500]}"
                 )
-            return result_from_json(response.json())
+            try:
+                content = response.json()
+            except ValueError as error:
+                raise ServerFailed(f"the response is not JSON: {response.text[:200]}") from error
+            return result_from_json(content)
         except (ServerFailed, *_CONNECTION_ERRORS) as error:
             if attempt < self._attempts:
                 return None

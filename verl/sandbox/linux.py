@@ -111,6 +111,12 @@ def map_user(inside: int, user: int, group: int) -> None:
             os.close(descriptor)
 
 
+def counts_processes_by_namespace() -> bool:
+    """Return whether RLIMIT_NPROC counts only the user's processes in the same user namespace, as since Linux 5.14."""
+    major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
+    return (major, minor) >= (5, 14)
+
+
 def become_user(user: int, keep: int | None = None) -> None:
     """Become an unprivileged user permanently, with at most one capability (`keep`).
 

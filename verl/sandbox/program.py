@@ -42,7 +42,7 @@ class Confinement:
     """ABI of Landlock; 0: not used."""
     seccomp: bool
     own_user: bool
-    """Whether each run has a user id of its own. Also true if RLIMIT_NPROC counts each run's user namespace alone."""
+    """Whether each run changes to a user id of its own, which needs root."""
     paths: tuple[str, ...]
     """Paths that a program may read (`filesystem.readable_paths`)."""
     folder: str = filesystem.WORK
@@ -60,6 +60,11 @@ class Confinement:
     def can_access_user_files(self) -> bool:
         """Whether the program can open files outside of its folder as their owner, or by a capability."""
         return not self.namespaces and (not self.own_user or self.capability is not None)
+
+    @property
+    def counts_own_processes(self) -> bool:
+        """Whether RLIMIT_NPROC counts only processes of this run."""
+        return self.own_user or (self.namespaces and linux.counts_processes_by_namespace())
 
     @property
     def can_leave_cgroup(self) -> bool:

@@ -160,6 +160,7 @@ class Sandbox:
                 future.finish(result)
 
         with self._lock:
+            self._check_open()
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._concurrency, "sandbox")
             self._threads.submit(run).add_done_callback(functools.partial(_cancel_dropped, future))
@@ -189,11 +190,14 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this sandbox was closed")
+
     def _take_ready(self) -> socket.socket:
         """Return the connection to a run that waits for its job. Restarts the zygote if it has ended."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError("this sandbox was closed")
+            self._check_open()
             if self._zygote is None or not self._zygote.alive():
                 if self._zygote is not None:
                     logger.warning("sandbox: its zygote process ended; starting it again")

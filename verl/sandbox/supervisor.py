@@ -189,7 +189,7 @@ class SandboxSupervisor:
 
     def _other_processes_of_user(self) -> int:
         """Return the number of processes and threads outside of this run that the kernel counts for RLIMIT_NPROC."""
-        if self._confinement.own_user or self._cgroup is not None:  # a cgroup has its own limit
+        if self._confinement.counts_own_processes or self._cgroup is not None:  # a cgroup has its own limit
             return 0
         return self._processes.threads_of_user()
 
@@ -225,7 +225,7 @@ class SandboxSupervisor:
                 if message is not None and "cell" in message:
                     streams.send(self._client, *self._serve_cell(message, cells, pipes))
                 elif message is not None and "interrupt" not in message:  # late interrupts are ignored
-                    problem = message.get("refused", "its process ended between two cells")
+                    problem = message.get("refused", "the session's process ended between two cells")
             if problem is not None:  # is the result of the next cell
                 self.kill_run()
                 while "cell" not in streams.receive(self._client)[0]:
@@ -276,7 +276,8 @@ class SandboxSupervisor:
     def _cell_result(self, problem: str | None, report: bytes, seconds: float) -> tuple[dict[str, Any], list[bytes]]:
         """Return header and output for the client. `report`: the byte that the cell reported; empty: the session was
         killed."""
-        note = b"" if report else f"\n[sandbox] {problem or 'its process ended'}; the session is lost\n".encode()
+        reason = problem or "the session's process ended"
+        note = b"" if report else f"\n[sandbox] {reason}; the session is lost\n".encode()
         if problem is not None and "timeout" in problem:
             status = "timeout"
         elif report == MEMORY or (problem is not None and self._memory_problem() in problem):
@@ -331,7 +332,7 @@ class SandboxSupervisor:
                     except (EOFError, ConnectionError):
                         if connection is self._client:
                             raise Cancelled from None
-                        return "its init was killed", None
+                        return "the run's init process was killed", None
             if self._client in ready:
                 try:
                     streams.receive(self._client)

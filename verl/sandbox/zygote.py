@@ -145,12 +145,12 @@ def _probe_isolation(paths: tuple[str, ...], has_cgroup: bool) -> tuple[Confinem
     namespace_problem = _try_in_fork(lambda: _enter_all(paths, own_user, has_cgroup))
     if namespace_problem is None:
         _enter_root(paths, has_cgroup)
-        return replace(plain, namespaces=True, own_user=own_user or _counts_by_namespace()), missing
+        return replace(plain, namespaces=True, own_user=own_user), missing
     if own_user and _try_in_fork(lambda: _enter_all_as_user(paths, has_cgroup)) is None:
         # In some containers root may not mount, but another user may in a new user namespace.
         linux.become_user(_FIRST_USER)
         _enter_root(paths, has_cgroup)
-        return replace(plain, namespaces=True, own_user=_counts_by_namespace()), missing
+        return replace(plain, namespaces=True), missing
     missing.insert(0, f"no namespaces ({namespace_problem})")
     confined = replace(plain, own_user=own_user)
     if own_user and _try_in_fork(lambda: _read_python(None)) is not None:
@@ -161,12 +161,6 @@ def _probe_isolation(paths: tuple[str, ...], has_cgroup: bool) -> tuple[Confinem
                 return replace(confined, capability=capability), missing
         missing.append(f"programs cannot import from {sys.base_prefix}, which only root may read")
     return confined, missing
-
-
-def _counts_by_namespace() -> bool:
-    """Return whether RLIMIT_NPROC counts only the user's processes in the same user namespace, as since Linux 5.14."""
-    major, minor = (int("".join(filter(str.isdigit, part))) for part in os.uname().release.split(".")[:2])
-    return (major, minor) >= (5, 14)
 
 
 def _read_python(capability: int | None) -> None:
@@ -305,7 +299,7 @@ class _Zygote:
         self._control.close()
         link = socket.socket(fileno=descriptor)
         confinement = self._confinement
-        new_user = user if confinement.own_user and os.geteuid() == 0 else None
+        new_user = user if confinement.own_user else None
         try:
             run_cgroup = self._cgroups.open(cgroup) if self._cgroups is not None else None
             if folder is None:
@@ -327,7 +321,8 @@ class _Zygote:
                 "compile": None,
                 "files": [],
             }
-            streams.send(link, header, [b"", f"this run could not be isolated: {error}".encode()])
+            with contextlib.suppress(ConnectionError):  # no client to report to
+                streams.send(link, header, [b"", f"this run could not be isolated: {error}".encode()])
 
     def _reap(self) -> None:
         """Clean up after runs that ended: their folder, cgroup, and processes whose supervisor was killed."""

@@ -16,7 +16,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, NoReturn
@@ -305,18 +305,21 @@ class _Peer:
         """Future of the result; EOFError if the process died."""
         future: Future[Any] = Future()
         with self._send_lock:
-            self._calls += 1
-            number = self._calls
-            self._pending[number] = future
             if self._closed:
                 future.set_exception(EOFError())
-            else:
-                self._connection.send_bytes(pickle.dumps((number, method, args, kwargs, lane)))
+                return future
+            self._calls += 1
+            message = pickle.dumps((self._calls, method, args, kwargs, lane))
+            self._pending[self._calls] = future
+            try:
+                self._connection.send_bytes(message)
+            except OSError as error:  # the process died, and the reading thread has not received the EOF yet
+                self._pending.pop(self._calls).set_exception(EOFError(str(error)))
         return future
 
     def close(self) -> None:
         """End the other rank's `serve_rank`."""
-        with self._send_lock:
+        with self._send_lock, suppress(OSError):  # the process has died already
             if not self._closed:
                 self._connection.send_bytes(pickle.dumps(None))
 

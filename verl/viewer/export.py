@@ -38,7 +38,7 @@ _PROMPTS_AT_ONCE = 100
 
 def write_export(runs: Sequence[ViewedRun], path: Path, max_bytes: int = MAX_BYTES) -> int:
     """Write the page; return its size in bytes. Raises ValueError if even the metrics do not fit."""
-    content = _Content(max_bytes - len(_page({}, "")) - 4096)
+    content = _Content(max_bytes, reserved=len(_page({}, "")) + 4096)
     summaries = [run.summary() for run in runs]
     names = run_names(summaries)
     content.add("runs?", [{"name": name, **run} for name, run in zip(names, summaries, strict=True)], required=True)
@@ -59,11 +59,12 @@ _AddDetails: TypeAlias = Callable[["_Content", int, ViewedRun, int, int], bool]
 
 
 class _Content:
-    """Compressed results of queries within a budget."""
+    """Compressed results of queries in a page of at most `max_bytes`, of which other parts need `reserved` bytes."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, max_bytes: int, reserved: int) -> None:
         self.entries: dict[str, str] = {}
-        self.left = budget
+        self.left = max_bytes - reserved
+        self._max_bytes = max_bytes
 
     def add(self, key: str, value: Any, required: bool = False) -> bool:
         """Add a result if it fits; returns whether it does."""
@@ -72,7 +73,8 @@ class _Content:
         size = len(packed) + len(json.dumps(key)) + 4
         if size > self.left:
             if required:
-                raise ValueError("--export: the metrics of these runs are larger than 20 MB. Export fewer runs.")
+                limit = f"{self._max_bytes / 1e6:g} MB"
+                raise ValueError(f"--export: the metrics of these runs are larger than {limit}. Export fewer runs.")
             return False
         self.entries[key] = packed
         self.left -= size
@@ -83,13 +85,7 @@ def _add_run(content: _Content, number: int, run: ViewedRun, summary: dict[str, 
     """Add timelines, validation responses and responses of some steps of a run; return what is left out."""
     budget = content.left // (runs - number)
     end = content.left - budget
-    notes = []
-    last = summary["last_step"] or 0
-    shown = [step for step in range(max(0, last - _MAX_TIMELINE_STEPS + 1), last + 1)]
-    for step in shown:
-        content.add(_key("timeline", run=number, first=step, last=step), run.timeline(step, step))
-    if shown and last > len(shown):
-        notes.append(f"timeline of steps {shown[0]} to {last}")
+    notes = _add_timelines(content, number, run, summary["last_step"] or 0, end)
     uids = [prompt["uid"] for prompt in run.validation()["prompts"]]
     added = _add_validation(content, number, run, uids, max(end, content.left - int(_VALIDATION_SHARE * budget)))
     if added < len(uids):
@@ -97,6 +93,19 @@ def _add_run(content: _Content, number: int, run: ViewedRun, summary: dict[str, 
     for name in _STEP_PAGES:
         notes += _add_steps(content, number, run, name, summary["steps"][name], end)
     return f"It contains {'; '.join(notes)}. Search is left out." if notes else "Only search is left out."
+
+
+def _add_timelines(content: _Content, number: int, run: ViewedRun, last: int, end: int) -> list[str]:
+    """Add timelines of the newest steps, until `end` bytes are left; return notes on what is left out."""
+    first = last + 1
+    for step in range(last, max(-1, last - _MAX_TIMELINE_STEPS), -1):
+        timeline = run.timeline(step, step)
+        if content.left <= end or not content.add(_key("timeline", run=number, first=step, last=step), timeline):
+            break
+        first = step
+    if first > last:
+        return ["no timeline"]
+    return [f"timeline of steps {first} to {last}"] if first > 0 else []
 
 
 def _add_steps(

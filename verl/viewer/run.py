@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from verl.recording import Recording, RecordingError, health, read, schema
+from verl.recording.reader import StepStream
 from verl.viewer import values
 from verl.viewer.values import column_lists, flatten, merge_responses, numbers
 
@@ -241,18 +242,28 @@ class ViewedRun:
             return [finding._asdict() for finding in self._health[1]]
 
     def search(self, text: str, step: int | None = None) -> Iterator[dict[str, Any]]:
-        """Yield for every step, the newest first (or only `step`), the responses whose text contains `text`."""
+        """Yield for every step, the newest first (or only `step`), the responses whose text contains `text`.
+
+        Raises RecordingError before the first step if `step` is not recorded.
+        """
         with self._lock:
             is_supervised = not self._recording.trajectories.steps
             stream = self._recording.rows if is_supervised else self._recording.trajectories
             columns = ["uid", "turns"] if is_supervised else ["uid", "turns", "sample_index"]
-            steps = stream.steps if step is None else [step]
-        for number in reversed(steps):
-            with self._lock:
-                table = stream.table(columns, step=number)
-            yield {"step": number, "hits": _hits(table, text), "responses": len(table)}
+            steps = stream.steps
+        if step is not None and step not in steps:
+            raise RecordingError(f"step {step} has no recorded responses.")
+        return self._search_steps(stream, columns, reversed(steps) if step is None else [step], text)
 
     # ---------------------------------------------------------------- parts
+
+    def _search_steps(
+        self, stream: StepStream, columns: Sequence[str], steps: Iterable[int], text: str
+    ) -> Iterator[dict[str, Any]]:
+        for step in steps:
+            with self._lock:
+                table = stream.table(columns, step=step)
+            yield {"step": step, "hits": _hits(table, text), "responses": len(table)}
 
     def _part(self, row: pa.Table) -> dict[str, Any]:
         """One row of a response, with per-token columns."""

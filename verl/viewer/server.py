@@ -6,7 +6,7 @@ import asyncio
 import http.cookies
 import json
 import urllib.parse
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,11 @@ class _Viewer:
             raise HttpError(400, "search: the parameter text is missing.", param="text")
         step = _integer(request, "step", None)
         run = self._run(request)
-        return GeneratorResponse(_search(run, text, step), media_type="application/x-ndjson", headers=_HEADERS)
+        try:
+            results = await asyncio.to_thread(run.search, text, step)
+        except RecordingError as error:
+            raise HttpError(404, str(error)) from error
+        return GeneratorResponse(_search(results), media_type="application/x-ndjson", headers=_HEADERS)
 
     async def follow(self, _request: Request) -> Response:
         return GeneratorResponse(self._changes(), media_type="text/event-stream", headers=_HEADERS)
@@ -136,8 +140,9 @@ class _Viewer:
         return self._runs[number]
 
 
-async def _search(run: ViewedRun, text: str, step: int | None) -> AsyncGenerator[str, None]:
-    results, count = run.search(text, step), 0
+async def _search(results: Iterator[dict[str, Any]]) -> AsyncGenerator[str, None]:
+    """The results of a search as lines of JSON, up to `_MAX_HITS` hits."""
+    count = 0
     while count < _MAX_HITS:
         result = await asyncio.to_thread(next, results, None)
         if result is None:

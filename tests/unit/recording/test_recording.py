@@ -303,6 +303,16 @@ def test_a_stored_error_keeps_no_batch_in_memory(tmp_path):
     writer.close()
 
 
+def test_records_of_other_threads_after_the_end_of_the_run_are_no_error(tmp_path):
+    writer = open_writer(tmp_path)
+    log(writer, 1, loss=1.0)
+    writer.close()
+    log(writer, 2, loss=2.0)
+    writer.event("warning", 2)
+    writer.close()
+    assert recording.read(tmp_path).metrics.table()["step"].to_pylist() == [1]
+
+
 def test_the_newest_steps_are_recorded_if_the_writer_falls_behind(tmp_path):
     writer = open_writer(tmp_path)
     started, release, calls = threading.Event(), threading.Event(), []

@@ -50,6 +50,12 @@ def test_a_finished_program_cannot_be_cancelled(sandbox: Sandbox) -> None:
     assert not future.running()
 
 
+def test_a_closed_sandbox_accepts_no_program(sandbox: Sandbox) -> None:
+    sandbox.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        sandbox.submit("print(1)")
+
+
 def test_cancelling_an_asyncio_task_kills_the_program(sandbox: Sandbox) -> None:
     async def cancel_a_run() -> None:
         future = sandbox.submit(ENDLESS)

@@ -87,6 +87,23 @@ def test_numbers_of_system_calls_are_this_kernels() -> None:
     assert {name: number for name, number in ours.items() if theirs.get(name, number) != number} == {}
 
 
+def test_root_that_cannot_become_another_user_runs_programs() -> None:
+    """As in a container without privileges whose user namespace maps only user 0."""
+    unshare = ["unshare", "--user", "--map-root-user"]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], check=False).returncode:
+        pytest.skip("this process may not create user namespaces with `unshare`")
+    code = """
+from verl.sandbox import Sandbox
+with Sandbox(require="none") as sandbox:
+    print(sandbox.run("print(6 * 7)"))
+"""
+    command = [*unshare, sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    output = subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    assert "status='finished'" in output
+    assert "stdout='42\\n'" in output
+
+
 @pytest.mark.parametrize("features", [[], ["namespaces"]])
 def test_nothing_stays_when_the_caller_is_killed(tmp_path: Path, features: list[str]) -> None:
     code = f"""

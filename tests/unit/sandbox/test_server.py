@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
@@ -14,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from verl.sandbox import REQUIRE, Limits, Result, SandboxClient, SandboxUnavailable, available
 from verl.sandbox.code_runner import CodeSettings
@@ -226,6 +229,41 @@ def test_what_is_no_answer_of_the_api_is_the_servers_fault():
     for told in ("x", {}, {"status": "Success"}, {"status": "Failed", "run_result": {}}, {"status": "SandboxError"}):
         with pytest.raises(ServerFailed):
             result_from_json(told)
+
+
+def test_a_response_that_is_not_json_is_a_failure_of_the_server_which_is_retried():
+    requests = []
+
+    async def respond(request):
+        requests.append(request)
+        return PlainTextResponse("<html>")
+
+    app = create_app([Route("/run_code", respond, methods=["POST"])], health=dict, max_body_bytes=1 << 16)
+    with serve_in_thread(app, "a server without JSON") as port:
+        client = SandboxClient(f"http://127.0.0.1:{port}", attempts=2, pause_s=0.0)
+        with pytest.raises(SandboxUnavailable, match="<html>"):
+            client.run("")
+        client.close()
+    assert len(requests) == 2
+
+
+def test_closing_the_client_ends_a_run_in_another_thread():
+    received, closed = threading.Event(), threading.Event()
+
+    async def respond(_request):
+        received.set()
+        await asyncio.to_thread(closed.wait)
+        return PlainTextResponse("", 503)
+
+    app = create_app([Route("/run_code", respond, methods=["POST"])], health=dict, max_body_bytes=1 << 16)
+    with serve_in_thread(app, "a busy server") as port, ThreadPoolExecutor(1) as threads:
+        client = SandboxClient(f"http://127.0.0.1:{port}", pause_s=0.0)
+        run = threads.submit(client.run, "")
+        received.wait()
+        client.close()
+        closed.set()
+        with pytest.raises(RuntimeError, match="closed"):
+            run.result()
 
 
 def test_requests_and_results_survive_the_wire(url):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.recordings import HOSTILE, UIDS, write_run
+from tests.support.recordings import HOSTILE, UIDS, close, open_writer, write_run
 from verl.viewer.export import EXPORT, IMPORT, MODULES, write_export
 from verl.viewer.run import ViewedRun
 from verl.viewer.server import STATIC
@@ -23,7 +23,8 @@ def contents(page: str) -> dict[str, Any]:
     assert match is not None
     exported = json.loads(match[1])
     data = {key: json.loads(gzip.decompress(base64.b64decode(text))) for key, text in exported["data"].items()}
-    return {"data": data, "omissions": exported["omissions"]}
+    sizes = {key: len(key) + len(text) for key, text in exported["data"].items()}
+    return {"data": data, "omissions": exported["omissions"], "sizes": sizes}
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,33 @@ def test_a_budget_leaves_out_responses_and_says_so(run, tmp_path):
     small = (tmp_path / "all.html").stat().st_size - 8000
     assert write_export([run], tmp_path / "small.html", small) <= small
     assert "only some responses of" in contents((tmp_path / "small.html").read_text())["omissions"]
-    with pytest.raises(ValueError, match="--export"):
+    with pytest.raises(ValueError, match=r"--export: .* 0\.07 MB"):
         write_export([run], tmp_path / "none.html", 70_000)
     assert not (tmp_path / "none.html").exists()
+
+
+def test_missing_timelines_are_listed_as_left_out(run, tmp_path):
+    size = write_export([run], tmp_path / "all.html")
+    exported = contents((tmp_path / "all.html").read_text())
+    assert "timeline" not in exported["omissions"]
+    optional = {key: size for key, size in exported["sizes"].items() if "step=" in key or "uid=" in key}
+    timelines = {key: size for key, size in exported["sizes"].items() if key.startswith("timeline?")}
+    reserved = 4096
+    budget = size + reserved - sum(optional.values()) - sum(timelines.values()) // 2
+    write_export([run], tmp_path / "small.html", budget)
+    exported = contents((tmp_path / "small.html").read_text())
+    steps = sorted(int(re.search(r"last=(\d+)", key)[1]) for key in exported["data"] if key in timelines)
+    assert 0 < len(steps) < len(timelines)
+    assert steps == list(range(steps[0], 13))
+    assert f"timeline of steps {steps[0]} to 12;" in exported["omissions"]
+
+
+def test_the_timeline_of_step_0_is_listed_as_left_out(tmp_path):
+    writer = open_writer(tmp_path)
+    writer.line("metrics", {"step": 20, "time": 1.0, "data": {}})
+    close(writer)
+    write_export([ViewedRun(tmp_path)], tmp_path / "run.html")
+    assert "timeline of steps 1 to 20." in contents((tmp_path / "run.html").read_text())["omissions"]
 
 
 def test_only_the_pages_own_script_and_style_are_allowed(run, tmp_path):

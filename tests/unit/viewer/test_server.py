@@ -178,6 +178,7 @@ def test_the_search_text_is_no_pattern(client):
         ("answer?run=0&step=1&uid=none&sample=0", 404),
         ("nothing?run=0", 404),
         ("search?run=0", 400),
+        ("search?run=0&text=a&step=99", 404),
         ("metrics?run=0&names=5", 400),
     ],
 )

@@ -164,6 +164,12 @@ class ResourcePoolManager:
                 )
             (only,) = self.resource_pool_spec
             self.mapping = defaultdict(lambda: only)
+        for role, pool in self.mapping.items():
+            if pool not in self.resource_pool_spec:
+                raise ValueError(
+                    f"ResourcePoolManager: mapping assigns the pool {pool!r} to {role}, but resource_pool_spec has only"
+                    f" {sorted(self.resource_pool_spec)}."
+                )
 
     def create_resource_pool(self) -> None:
         """Create a pool for every name that a role uses. Starting a group in a pool reserves its devices."""
