@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from verl.agent.chat import Chat, ChatSettings, encode_replies, tool_message
+from verl.agent.chat_check import check_template
 from verl.agent.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register_agent_loop
 from verl.agent.toolbox import Toolbox, ToolSession
 from verl.config import PPOConfig
@@ -162,7 +163,7 @@ class ToolAgentLoop(AgentLoopBase):
             chat = cls.chats[key] = Chat(
                 tokenizer, schemas, cls.end_token_ids, **config.data.apply_chat_template_kwargs
             )
-            for warning in (*chat.check(mode), *_config_warnings(chat, cls.parser, config, tokenizer)):
+            for warning in (*check_template(chat, mode), *_config_warnings(chat, cls.parser, config, tokenizer)):
                 logger.warning("Multi-turn chat: %s", warning)
         return cls.chats[key]
 

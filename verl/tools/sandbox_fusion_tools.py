@@ -21,7 +21,7 @@ _DEFAULTS = {
     "num_workers": 10,
 }
 # White space is bounded: adjacent unbounded repetitions of it would take quadratic time.
-_FENCED = re.compile(r"```[ \t]{0,8}\w{0,32}[ \t]{0,8}\n(.*?)(?:\n[ \t]{0,64}```|\Z)", re.DOTALL)
+_FENCED = re.compile(r"```[ \t]{0,8}\w{0,32}[ \t]{0,8}\n(.*)\n[ \t]{0,64}```", re.DOTALL)
 
 
 class SandboxFusionTool(BaseTool):
@@ -74,10 +74,12 @@ def code_schema(description: str) -> OpenAIFunctionToolSchema:
 
 
 def plain_code(parameters: dict[str, Any]) -> str:
-    """The argument `code`, or only the content of its first Markdown code block if it contains one."""
+    """The argument `code`, or only the content of a Markdown code block that begins or ends it: a program that contains
+    a block, in a string, neither begins nor ends with a fence."""
     code = str(parameters["code"])
-    fenced = _FENCED.search(code)
-    return fenced.group(1) if fenced else code
+    text = code.strip()
+    fenced = _FENCED.match(text, max(0, text.find("```")))
+    return fenced.group(1) if fenced and (fenced.start() == 0 or fenced.end() == len(text)) else code
 
 
 def result_text(result: Result, limits: Limits) -> str:

@@ -20,7 +20,7 @@ def send(data, length=None):
 """
 
 _VALUES = (
-    '["object",0,0]', '["class",0]', '["judge",0]', '["same",0]', '["same",-1]', '["list",["same",0]]', '["missing"]',
+    '["object",0,0]', '["class",0]', '["checker",0]', '["same",0]', '["same",-1]', '["list",["same",0]]', '["missing"]',
     '["exception",["standard","builtins","StopIteration","StopIteration"],["tuple"],["dict"],""]',
     '["exception",["standard","builtins","SystemExit","SystemExit"],["tuple",0],["dict"],""]',
     '["standard","os","_exit","object"]', '["standard","builtins","eval","object"]', '["type","object"]',

@@ -11,6 +11,7 @@ from tests.support.chat_models import FAMILIES, GPT2, chat_tokenizer
 from tests.support.tiny import tiny_tokenizer
 from verl.agent import chat as chat_module
 from verl.agent.chat import Chat, ChatSettings, encode_replies, tool_message
+from verl.agent.chat_check import check_template
 from verl.utils.tokenizer import SHORT_TEXT
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -80,10 +81,10 @@ def test_tokens_are_those_of_the_whole_template(family, rounds, ended):
     ],
 )
 def test_what_a_template_does_to_turns_is_said_once_in_words(family, kwargs, words):
-    found = Chat(chat_tokenizer(family), TOOLS, **kwargs).check("strict")
+    found = check_template(Chat(chat_tokenizer(family), TOOLS, **kwargs), "strict")
     assert len(found) == len(words)
     assert all(word in text.replace("\\\\", "\\") for word, text in zip(words, found, strict=True))
-    assert Chat(chat_tokenizer(family), TOOLS, **kwargs).check("disable") == []
+    assert check_template(Chat(chat_tokenizer(family), TOOLS, **kwargs), "disable") == []
 
 
 def test_thoughts_stay_as_the_model_saw_them_where_the_template_drops_them():
@@ -121,8 +122,8 @@ def test_white_space_that_tokenises_otherwise_in_the_whole_is_an_error_or_passed
     """GPT-2 cuts the line breaks of Llama's generation prompt in another way when an answer follows them."""
     chat = Chat(chat_tokenizer("llama3", GPT2), TOOLS)
     with pytest.raises(ValueError, match=r"(?s)tokenization_sanity_check_mode = strict: .*=ignore_strippable"):
-        chat.check("strict")
-    assert chat.check("ignore_strippable") == []
+        check_template(chat, "strict")
+    assert check_template(chat, "ignore_strippable") == []
 
 
 def test_a_template_that_writes_messages_otherwise_at_their_place_is_an_error():
@@ -130,7 +131,7 @@ def test_a_template_that_writes_messages_otherwise_at_their_place_is_an_error():
     numbered = tokenizer.chat_template.replace("message['content'] +", "(loop.index|string) + message['content'] +")
     for mode in ("strict", "ignore_strippable"):
         with pytest.raises(ValueError, match=rf"tokenization_sanity_check_mode = {mode}: .*\(different text\)"):
-            Chat(tokenizer, TOOLS, chat_template=numbered).check(mode)
+            check_template(Chat(tokenizer, TOOLS, chat_template=numbered), mode)
 
 
 def test_only_the_suffix_is_tokenised():

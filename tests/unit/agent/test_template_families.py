@@ -18,6 +18,7 @@ from tests.support.family_turns import (
     template_kwargs,
 )
 from verl.agent.chat import Chat
+from verl.agent.chat_check import check_template
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.tool_calls import get_parser
 from verl.utils.turn_template import TurnTemplate
@@ -66,7 +67,7 @@ def test_the_cases_cover_at_least_fifteen_families():
 def test_the_strict_check_accepts_every_family(family):
     for tools in (False, True):
         for thinking in FAMILIES[family].thinking or (None,):
-            family_chat(family, tools, thinking).check("strict")
+            check_template(family_chat(family, tools, thinking), "strict")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +116,7 @@ def test_the_strict_check_finds_duplicated_lost_and_leaked_tokens(family, broken
     tokenizer = chat_tokenizer(family)
     chat = broken(tokenizer, TOOLS, tokenizer.convert_tokens_to_ids(FAMILIES[family].stops))
     with pytest.raises(ValueError, match=rf"tokenization_sanity_check_mode = strict: .*{words}.*\(different text\)"):
-        chat.check("strict")
+        check_template(chat, "strict")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_the_strict_check_finds_a_wrongly_detected_end_token(family, template, w
     monkeypatch.setattr(TurnTemplate, "find_end", lambda *_: wrong)
     chat = Chat(tokenizer, None, stops, **kwargs)
     with pytest.raises(ValueError, match=r"tokenization_sanity_check_mode = strict: .*\(different text\)"):
-        chat.check("strict")
+        check_template(chat, "strict")
 
 
 # The end token is written after the last answer only, and roles must alternate.
@@ -166,7 +167,7 @@ def test_an_end_token_only_on_the_last_turn_does_not_remove_the_next_role_token(
     for last in ("<|endoftext|>", "."):
         suffix = chat.suffix(USER, chat.encode(f"Fine{last}"))
         assert suffix[0] == chat.encode(opening)[0]
-    assert chat.check("strict") == []
+    assert check_template(chat, "strict") == []
 
 
 def test_an_earlier_end_token_of_an_alternating_template_is_kept():
@@ -175,7 +176,7 @@ def test_an_earlier_end_token_of_an_alternating_template_is_kept():
     chat = Chat(chat_tokenizer("phi3"), chat_template=template)
     for last, first in (("<|endoftext|>", "<|user|>"), (".", "<|end|>")):
         assert chat.suffix(USER, chat.encode(f"Fine{last}"))[0] == chat.encode(first)[0]
-    assert chat.check("strict") == []
+    assert check_template(chat, "strict") == []
 
 
 def test_of_several_closing_tokens_only_the_last_ends_a_turn():

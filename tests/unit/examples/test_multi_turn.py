@@ -15,6 +15,7 @@ import pytest
 from tests.support.commands import ROOT
 from tests.support.training_harness import run_training
 from verl.agent.chat import Chat
+from verl.agent.chat_check import check_template
 from verl.agent.toolbox import Toolbox
 from verl.config import load_config
 from verl.config.problems import Report
@@ -63,7 +64,7 @@ def test_what_the_teacher_says_survives_the_tokenizer_and_is_scored(tasks, kind)
             assert calculate(expression=told.expression) == told.answer
     assert 0.2 < sum(rights) / len(rights) < 0.75, "there must be something to learn, and something to begin with"
     assert (calls > 0) == (kind == "calculator")
-    Chat(tokenizer).check("strict")
+    check_template(Chat(tokenizer), "strict")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,10 +28,11 @@ from verl.config import ModelConfig, RolloutConfig, as_config
 from verl.inference.async_engine import AsyncEngine
 from verl.inference.build import build_engine
 from verl.inference.lora import AdapterOptions, LoraError, LoraRegistry, UnknownAdapterError, read_adapter
-from verl.inference.server import load_app, options_parser
+from verl.inference.serving import options_parser
 from verl.inference.serving.api import openai_error
 from verl.inference.serving.app import lora_routes
 from verl.inference.serving.model import ModelLoader
+from verl.inference.serving.program import load_app
 from verl.types.request import Request, SamplingParams
 from verl.utils.http_server.app import create_app
 

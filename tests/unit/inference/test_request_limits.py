@@ -16,7 +16,9 @@ from verl.types.request import SamplingParams
 
 TOKENIZER = tiny_tokenizer()
 CONTEXT = 40
-MODEL_INFO = ModelInfo(("tiny",), CONTEXT, 288, frozenset({1}), max_answers=8, client_templates=False, longest_token=20)
+MODEL_INFO = ModelInfo(
+    ("tiny",), CONTEXT, 288, frozenset({1}), max_responses=8, client_templates=False, longest_token=20
+)
 MESSAGES = [{"role": "user", "content": "hi"}]
 CHAT_PROMPT = len(TOKENIZER.encode("<|user|>hi<|end|><|assistant|>"))
 

@@ -16,7 +16,8 @@ from transformers import AutoModelForSequenceClassification
 from tests.support.tiny import tiny_config, tiny_tokenizer
 from verl import DataProto
 from verl.config import load_config
-from verl.inference.server import load_app, options_parser
+from verl.inference.serving import options_parser
+from verl.inference.serving.program import load_app
 from verl.inference.serving.scoring import Classifier
 from verl.protocol import object_array
 from verl.trainer.ppo.reward import compute_reward, load_reward_manager

@@ -716,7 +716,7 @@ def test_what_is_no_request_is_refused_in_the_shape_of_the_api(address, body, wo
 
 
 def test_templates_of_clients_are_not_run_unless_the_operator_says_so():
-    model_info = ModelInfo(("tiny",), 100, 288, frozenset(), max_answers=1, client_templates=False, longest_token=20)
+    model_info = ModelInfo(("tiny",), 100, 288, frozenset(), max_responses=1, client_templates=False, longest_token=20)
     messages = [{"role": "user", "content": "hi"}]
     for own in ({"chat_template": "x"}, {"chat_template_kwargs": {"chat_template": "x"}}):
         with pytest.raises(ApiError, match="--allow-client-templates"):

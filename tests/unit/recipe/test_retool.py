@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from recipe.retool.task import CALL, TAGS, demonstration, make_task
 from verl.agent.chat import Chat
+from verl.agent.chat_check import check_template
 from verl.tools.sandbox_fusion_tools import code_schema
 from verl.utils.reward_score import default_compute_score
 from verl.utils.tool_calls import get_parser
@@ -52,7 +53,7 @@ def test_texts_survive_the_tokenizer_and_its_template_can_be_appended_to(folder)
     for text in [*texts, *TAGS, 'Traceback:\n  File "main.py", line 1']:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer(f"{CALL[0]}37 * 84{CALL[1]}")["input_ids"]) == 7
-    (said,) = Chat(tokenizer, [code_schema("Runs code.").model_dump()]).check()
+    (said,) = check_template(Chat(tokenizer, [code_schema("Runs code.").model_dump()]), "strict")
     assert "does not list the tools" in said
 
 

@@ -51,6 +51,7 @@ async def test_the_model_reads_what_its_program_printed_and_how_it_failed():
     async with box.session({}) as session:
         assert await said(session, "print(6 * 7)") == "42"
         assert await said(session, "Here:\n```python\nprint(1)\nprint(2)\n```") == "1\n2"
+        assert await said(session, 'print("""\n```\nx\n```\n""")') == "\n```\nx\n```"
         assert await said(session, "x = 1") == "The code ran and printed nothing."
         failed = await said(session, "print('so far')\n1 / 0")
         assert failed.startswith("so far\nTraceback")

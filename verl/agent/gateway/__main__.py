@@ -63,7 +63,7 @@ def _serve(options: argparse.Namespace) -> None:
             warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
         parser = get_parser(options.format)
         with contextlib.ExitStack() as stack:
-            loaded = stack.enter_context(ModelLoader(options).load_engine(max_answers=1, client_templates=False))
+            loaded = stack.enter_context(ModelLoader(options).load_engine(max_responses=1, client_templates=False))
             model = stack.enter_context(contextlib.closing(Model(loaded.model_info, loaded.tokenizer, parser)))
             model.start_workers()
             freeze_gc()

@@ -96,7 +96,8 @@ class GatewayAgentLoop(AgentLoopBase):
             reward_info = _returned_info(agent_future.result())
         outputs = build_outputs(session.tree, self._keep_retries)
         if not outputs:
-            message = f"run_agent received no complete response ({session.cut_off} responses were cut off)."
+            requests = session.tree.counts.total()
+            message = f"run_agent received no complete response (requests: {requests}, cut off: {session.cut_off})."
             raise TrajectoryFailed(message, "no_request")
         _set_metrics_and_reward(outputs, session, reward_info, failure)
         return outputs
@@ -124,7 +125,7 @@ class GatewayAgentLoop(AgentLoopBase):
         """The error of the agent, without the secret of its session; None: it returned."""
         if not agent.done():
             return TrajectoryFailed(f"run_agent did not return within {self._timeout:g} s.", "timeout")
-        error = asyncio.CancelledError("it cancelled itself") if agent.cancelled() else agent.exception()
+        error = asyncio.CancelledError("run_agent cancelled its own task") if agent.cancelled() else agent.exception()
         return None if error is None else describe_failure(error, base_url)
 
     def _generator(self, sampling_params: Mapping[str, Any]) -> Generate:
@@ -322,7 +323,7 @@ def _worker_gateway(loop: GatewayAgentLoop) -> WorkerGateway:
             loop.rollout_config.max_model_len,
             len(loop.tokenizer),
             loop.end_token_ids,
-            max_answers=1,
+            max_responses=1,
             client_templates=False,
             longest_token=longest_token(loop.tokenizer),
         )

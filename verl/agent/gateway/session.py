@@ -148,7 +148,7 @@ class GatewaySession:
     reward_info: dict[str, Any] | None = None
     closed: bool = False
     cut_off: int = 0
-    """Number of responses that did not finish: the client disconnected, or the generation failed or was aborted."""
+    """Number of responses whose client disconnected, or whose session was closed, before they finished."""
     on_full_context: Callable[[list[int]], None] | None = None
     """Called with the prompt tokens of a request if they fill the context, so that no response fits."""
     last_used: float = field(default_factory=time.monotonic)
@@ -239,8 +239,9 @@ class GatewaySession:
                     yield chunk
         except ValueError as error:  # the engine rejects the request
             raise ApiError(str(error)) from error
-        finally:
+        except (GeneratorExit, asyncio.CancelledError):
             self.cut_off += not finished
+            raise
 
     async def close(self) -> None:
         """Accept no more requests and cancel those in flight. Does not wait until their clients read the response."""

@@ -78,7 +78,7 @@ def evaluate(tokens: Sequence[str]) -> Fraction | None:
     after_value = False
     try:
         for token in tokens:
-            if token == ")":
+            if after_value and token == ")":
                 _apply(operators, values, 1)
                 operators.pop()
             elif after_value and token in _PRECEDENCE and token != "(":

@@ -24,7 +24,7 @@ _MAX_OUTPUT_BYTES = 32 << 20
 _OUTCOME_NAMES = {"timeout": "time limit", "error": "runtime error", "syntax": "syntax error", "memory": "memory limit"}
 _DRIVER = "verl_code_driver"  # name of the module in the local sandbox, where it is preloaded
 _PACKAGE = "verl.utils.reward_score.code_tests"
-_MODULES = ("values", "channel", "candidate", "proxies", "judge", "isolation", "driver")
+_MODULES = ("values", "channel", "candidate", "proxies", "checker", "isolation", "driver")
 _LOADER = """
 import sys, types
 def _load(package, sources):

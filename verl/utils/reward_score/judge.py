@@ -126,8 +126,8 @@ def compiled(template: str) -> Any:
 
 
 def _score_in_json(text: str, field: str) -> float | None:
-    """The number under `field` in the last JSON object that has one."""
-    decoder, score = json.JSONDecoder(), None
+    """The number under `field` in the last JSON object that has one. ValueError: an object is nested too deeply."""
+    decoder, score = json.JSONDecoder(parse_int=float), None  # a large integer becomes inf, which is no score
     start = text.find("{")
     while start >= 0:
         try:
@@ -135,9 +135,11 @@ def _score_in_json(text: str, field: str) -> float | None:
         except ValueError:
             start = text.find("{", start + 1)
             continue
+        except RecursionError:
+            raise ValueError("the judge's output contains a JSON object that is nested too deeply") from None
         number = value.get(field)
-        if isinstance(number, int | float) and not isinstance(number, bool) and math.isfinite(number):
-            score = float(number)
+        if isinstance(number, float) and math.isfinite(number):
+            score = number
         start = text.find("{", end)
     return score
 

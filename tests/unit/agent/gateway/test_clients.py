@@ -262,6 +262,16 @@ def test_a_client_that_leaves_aborts_its_answer():
         assert (state["requests"]["cut_off"], state["nodes"]) == (1, [])
 
 
+def test_a_request_that_the_engine_rejects_is_not_cut_off():
+    def reject(_):
+        raise ValueError("no tokens left")
+
+    with running_gateway(reject) as gateway, open_ai(gateway) as client:
+        with pytest.raises(openai.BadRequestError, match="no tokens left"):
+            client.chat.completions.create(model="m", messages=[ASK])
+        assert fetched(gateway)["requests"] == {"start": 1, "cut_off": 0, "under_way": 0}
+
+
 def test_a_session_that_is_ended_cuts_off_its_requests():
     with running_gateway(lambda _: "x" * 3000, pace_s=0.01) as gateway, open_ai(gateway) as client:
         failed = []

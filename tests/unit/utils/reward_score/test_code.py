@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import textwrap
 import time
 
@@ -180,7 +182,7 @@ def test_an_array_without_dimensions_is_not_empty():
 
 
 def test_one_assertion_that_fails_costs_only_itself():
-    """By time, by the end of its process, by an exception: the judge of the next test is ready, or another one is."""
+    """By time, by the end of its process, by an exception: the checker of the next test is ready, or another one is."""
     tests = [f"assert f({number}) == {number}" for number in range(5)]
     program = (
         "import os\ndef f(x):\n    while x == 1: pass\n    if x == 2: os._exit(0)\n    return x / (x - 3) * (x - 3)"
@@ -193,6 +195,20 @@ def test_one_assertion_that_fails_costs_only_itself():
     assert (last["passed"], last["outcome"]) == (1, "time limit")
     only = scored("def f(x):\n    while x == 1: pass\n    return x", ["assert f(1) == 1"], timeout=1)
     assert (only["passed"], only["outcome"]) == (0, "time limit")
+
+
+def test_statements_that_arrive_late_do_not_shift_those_of_later_tests():
+    tests = read_tests(["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"])
+    job = {"solution": "def f(x): return x", "kinds": [test.kind for test in tests], "timeout": 1.0, "budget": 20.0}
+    texts = map(json.dumps, [{**job, "stop_at_failure": False}, *(block for test in tests for block in test.blocks())])
+    first, *others = [f"{len(text):10d}{text}" for text in texts]
+    command = [sys.executable, "-c", code.driver_program(preloaded=False)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+        driver.stdin.write(first)
+        driver.stdin.flush()
+        time.sleep(2)  # longer than the time limit of a test
+        stdout, _ = driver.communicate("".join(others), timeout=60)
+    assert [json.loads(line).get("report") for line in stdout.splitlines()] == [test.token for test in tests]
 
 
 def test_humaneval_checks_the_entry_point_and_may_be_continued():

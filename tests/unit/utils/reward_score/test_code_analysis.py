@@ -1,4 +1,4 @@
-"""Which tests a judge can execute, decided from their source, and which names the solution provides."""
+"""Which tests a checker can execute, decided from their source, and which names the solution provides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from verl.utils.reward_score.code_tests.analysis import plan_execution
         ("assert f('x').startswith('y')", ["f"]),
     ],
 )
-def test_a_judge_executes_calls_on_plain_data(source, names):
+def test_a_checker_executes_calls_on_plain_data(source, names):
     result = plan_execution(source)
     assert result.reason is None
     assert result.names == names
@@ -81,12 +81,12 @@ def test_functions_of_the_task_are_not_taken_from_the_solution():
     assert "def root" not in result.prompt
 
 
-def test_constants_of_the_setup_stay_in_the_judge():
+def test_constants_of_the_setup_stay_in_the_checker():
     setup = "import math\nN = 918273\ndef helper(x):\n    return x"
     result = plan_execution(f"{setup}\nassert f(1) == N", setup)
     assert "918273" not in result.definitions
     assert "helper" in result.definitions
 
 
-def test_a_source_that_is_no_python_fails_in_the_judge():
+def test_a_source_that_is_no_python_fails_in_the_checker():
     assert plan_execution("assert (").reason is None

@@ -120,11 +120,11 @@ def f(x):
 """
     if not available().namespaces:
         pytest.skip("without namespaces a solution sees no processes")
-    counts = ["assert f(2) == 3", "assert f(1) > 3", "assert f(2) == 3"]  # driver, judge and candidate
+    counts = ["assert f(2) == 3", "assert f(1) > 3", "assert f(2) == 3"]  # driver, checker and candidate
     assert scored(f"```python\n{survivor}\n```", counts)["score"] == 1.0
 
 
-def test_judge_and_candidate_are_apart_without_a_sandbox():
+def test_checker_and_candidate_are_apart_without_a_sandbox():
     """The source form of the program, which a server runs: same verdicts in a bare interpreter."""
     tests = read_tests(["assert f(1) == 918273", "assert f(2) == 2"])
     solution = """

@@ -103,3 +103,5 @@ def test_values_are_those_of_arithmetic(equation):
 def test_operators_bind_as_usual():
     for text, value in [("2 - 3 - 4", -5), ("2 - 3 * 4", -10), ("8 / 4 / 2", 1), ("- 2 * 3", -6), ("2 * - 3", -6)]:
         assert evaluate(text.split()) == value
+    for text in ("( ) + 2", "( ) - 2", "2 * ( ) + 3", "( - ) 2"):
+        assert evaluate(text.split()) is None

@@ -45,6 +45,12 @@ def test_a_judgement_without_a_number_is_no_score(judgement):
         judge_of().read(judgement)
 
 
+@pytest.mark.parametrize("judgement", ['{"a":' * 100_000, '{"score": 1' + "0" * 400 + "}"])
+def test_json_that_is_nested_too_deeply_or_a_huge_integer_is_no_score(judgement):
+    with pytest.raises(ValueError, match=r"^the judge's output contains "):
+        judge_of().read(judgement)
+
+
 def test_a_number_off_the_scale_is_no_score():
     with pytest.raises(ValueError, match=r"\b11\b.*\b0 to 10\b"):
         judge_of().read('{"score": 11}')

@@ -1,6 +1,6 @@
 """Read the tests of a programming task from the ground truth of a row, and decide whether their outcomes pass.
 
-The other modules of this package execute tests in the sandbox. `driver` starts a `judge` process, which executes the
+The other modules of this package execute tests in the sandbox. `driver` starts a `checker` process, which executes the
 statements of a test, and a `candidate` process, which executes the solution; they exchange `values` over a `channel`.
 `analysis` decides from a test's source whether it can be executed apart from the solution.
 """
@@ -85,7 +85,7 @@ class CallTest:
 class AssertTest:
     """Statements that must not raise. Reporting `token` proves that they were executed to their end.
 
-    If `plan` allows it, a judge process executes them, otherwise the solution's process.
+    If `plan` allows it, a checker process executes them, otherwise the solution's process.
     """
 
     source: str
@@ -98,7 +98,7 @@ class AssertTest:
 
     @property
     def kind(self) -> str:
-        return "assert" if self.forgeable else "judged"
+        return "assert" if self.forgeable else "checked"
 
     def blocks(self) -> list[dict[str, Any]]:
         statements = {"source": self.source, "token": self.token}

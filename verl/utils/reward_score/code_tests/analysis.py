@@ -1,6 +1,6 @@
-"""Decide from the source of a test alone where it is executed: in a judge process, or in the solution's interpreter.
+"""Decide from the source of a test alone where it is executed: in a checker process, or in the solution's interpreter.
 
-A judge can execute a test that calls functions and methods of a solution and compares plain data. A test that needs
+A checker can execute a test that calls functions and methods of a solution and compares plain data. A test that needs
 the solution's own operators (`Point(1, 2) == Point(1, 2)`), or its frames, globals or imports, has to share an
 interpreter with it, where the solution can make any comparison succeed: such a test is forgeable. The solution has no
 influence on the decision.
@@ -84,10 +84,10 @@ _PRELUDE, _TYPING = _prelude_names()
 
 @dataclass
 class ExecutionPlan:
-    """How a judge executes a test. Its fields are sent to the driver."""
+    """How a checker executes a test. Its fields are sent to the driver."""
 
     reason: str | None = None
-    """Why a judge cannot execute the test; None: it can."""
+    """Why a checker cannot execute the test; None: it can."""
     names: list[str] = field(default_factory=list)
     """Names that the solution has to provide."""
     returns_instances: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ def plan_execution(source: str, setup: str = "", entry_point: str | None = None,
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return ExecutionPlan()  # it fails in the judge as well
+        return ExecutionPlan()  # it fails in the checker as well
     helpers = _definitions(prompt, without=entry_point)
     broadcasts = _broadcasts(tree)
     usage = _NameUsage(tree, entry_point, {node.name for node in helpers if isinstance(node, ast.FunctionDef)})
@@ -140,7 +140,7 @@ def _broadcasts(tree: ast.AST) -> bool:
 
 
 def _empty_array(tree: ast.AST) -> str | None:
-    """Return why a judge cannot execute a test that broadcasts, if it contains an empty list or tuple."""
+    """Return why a checker cannot execute a test that broadcasts, if it contains an empty list or tuple."""
     for node in ast.walk(tree):
         if isinstance(node, ast.List | ast.Tuple) and not node.elts and isinstance(node.ctx, ast.Load):
             return "it compares empty arrays, which equal every number"

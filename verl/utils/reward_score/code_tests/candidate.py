@@ -1,7 +1,7 @@
-"""The candidate process: executes a solution and calls its functions for a judge in another process.
+"""The candidate process: executes a solution and calls its functions for a checker in another process.
 
-The judge trusts nothing in this process: the solution shares its interpreter and may change all of it. The solution
-cannot reach the test, which stays in the judge. Standard library only: this file also runs inside the sandbox.
+The checker trusts nothing in this process: the solution shares its interpreter and may change all of it. The solution
+cannot reach the test, which stays in the checker. Standard library only: this file also runs inside the sandbox.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from verl.utils.reward_score.code_tests.channel import Channel, ChannelClosed, ProtocolError
 from verl.utils.reward_score.code_tests.values import Decoder, Encoder, ValueRefused, changed
 
-# Special methods that a judge may use on an object of the candidate: none of them takes an operand to compare with.
+# Special methods that a checker may use on an object of the candidate: none of them takes an operand to compare with.
 _SPECIAL_METHODS = (
     "__call__ __len__ __iter__ __next__ __getitem__ __setitem__ __delitem__ __str__ __repr__ __int__ "
     "__float__ __index__ __complex__ __bytes__ __reversed__"
@@ -30,15 +30,15 @@ _MISSING: Any = type("missing", (), {})()
 
 
 def serve_candidate(descriptor: int, protected: bool, solution: CodeType, names: dict[str, Any]) -> None:
-    """Execute `solution` in `names`, then serve the judge at `descriptor` until it closes the channel.
+    """Execute `solution` in `names`, then serve the checker at `descriptor` until it closes the channel.
 
-    `protected`, sent before the solution runs: whether this process is unable to read the memory of the judge.
+    `protected`, sent before the solution runs: whether this process is unable to read the memory of the checker.
     """
     candidate = _Candidate(descriptor, names, solution)
     candidate.channel.send(["hello", protected])
     try:
         exec(solution, names)
-    except BaseException as error:  # noqa: BLE001 - reported to the judge
+    except BaseException as error:  # noqa: BLE001 - reported to the checker
         candidate.failure = error
     try:
         candidate.channel.serve_forever()
@@ -46,15 +46,15 @@ def serve_candidate(descriptor: int, protected: bool, solution: CodeType, names:
         return
 
 
-class JudgeObject:
-    """An object of the judge that the candidate can hold and pass back."""
+class CheckerObject:
+    """An object of the checker that the candidate can hold and pass back."""
 
     def __init__(self, number: int) -> None:
-        self._judge_number = number
+        self._checker_number = number
 
 
-class JudgeFunction(JudgeObject):
-    """A function of the judge; calls are executed in the judge process."""
+class CheckerFunction(CheckerObject):
+    """A function of the checker; calls are executed in the checker process."""
 
     def __init__(self, number: int, name: str, doc: str | None, candidate: _Candidate) -> None:
         super().__init__(number)
@@ -63,7 +63,7 @@ class JudgeFunction(JudgeObject):
         self._candidate = candidate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._candidate.call_judge(self._judge_number, args, kwargs)
+        return self._candidate.call_checker(self._checker_number, args, kwargs)
 
 
 class _Candidate:
@@ -76,11 +76,11 @@ class _Candidate:
         self._objects: list[Any] = []
         self._ids: dict[int, int] = {}
         self._iterator_errors: dict[int, Exception] = {}
-        self._judge_objects: dict[int, JudgeObject] = {}
+        self._checker_objects: dict[int, CheckerObject] = {}
         self._output = io.BytesIO()
         sys.stdout = io.TextIOWrapper(self._output, "utf-8", errors="replace", write_through=True)
 
-    # -- requests of the judge -----------------------------------------------------------------------------------
+    # -- requests of the checker ---------------------------------------------------------------------------------
 
     def _serve(self, operation: str, parts: list[Any]) -> list[Any]:
         decoder = Decoder(self._import)
@@ -97,7 +97,7 @@ class _Candidate:
         except ValueRefused as error:
             encoder = Encoder(self._export, decoder.containers)
             reply = ["raise", self._exception(encoder, TypeError(f"the result cannot leave its process: {error}"))]
-        except BaseException as error:  # noqa: BLE001 - raised again in the judge
+        except BaseException as error:  # noqa: BLE001 - raised again in the checker
             encoder = Encoder(self._export, decoder.containers)
             reply = ["raise", self._exception(encoder, error)]
         updates = [
@@ -169,9 +169,9 @@ class _Candidate:
         special = [name for name in FORWARDED if getattr(kind, name, None) is not None]
         return [kind.__name__, kind.__module__, list(map(_Base, kind.__bases__)), special]
 
-    # -- calls to the judge --------------------------------------------------------------------------------------
+    # -- calls to the checker ------------------------------------------------------------------------------------
 
-    def call_judge(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_checker(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         encoder = Encoder(self._export)
         parts = [number, encoder.items(args), [[name, encoder.encode(value)] for name, value in kwargs.items()]]
         outcome, node, updates = self.channel.request("call", *parts, self._take_output())
@@ -198,8 +198,8 @@ class _Candidate:
             return self._reference(value.value)
         if isinstance(value, _Base):
             return self._class(value.value)
-        if isinstance(value, JudgeObject):
-            return ["judge", value._judge_number]
+        if isinstance(value, CheckerObject):
+            return ["checker", value._checker_number]
         if isinstance(value, BaseException):
             return self._exception(encoder, value)
         if type(value).__module__ == "array":
@@ -230,11 +230,11 @@ class _Candidate:
     def _import(self, decoder: Decoder, node: list[Any]) -> Any:
         if node[0] in ("class", "object"):
             return self._objects[node[1]]
-        if node[0] == "judge":
+        if node[0] == "checker":
             number, name, doc = node[1:]
-            if number not in self._judge_objects:
-                self._judge_objects[number] = JudgeFunction(number, name, doc, self)
-            return self._judge_objects[number]
+            if number not in self._checker_objects:
+                self._checker_objects[number] = CheckerFunction(number, name, doc, self)
+            return self._checker_objects[number]
         if node[0] == "standard":
             return getattr(importlib.import_module(node[1]), node[2])
         if node[0] == "exception":

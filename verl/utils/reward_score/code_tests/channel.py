@@ -1,4 +1,4 @@
-"""Messages between a judge and a candidate process: JSON arrays, each preceded by its length.
+"""Messages between a checker and a candidate process: JSON arrays, each preceded by its length.
 
 While a side waits for a reply, it serves requests of the other side (a candidate calls a function that the test passed
 to it), so requests may nest and no thread is needed. Standard library only: this file also runs inside the sandbox.

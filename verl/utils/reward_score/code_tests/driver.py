@@ -1,8 +1,8 @@
 """Runs inside the sandbox: executes a solution on tests, each in a process of its own, and reports the outcomes.
 
-The driver receives no expected outputs, only the statements of assertion tests. A judge process reads and executes
+The driver receives no expected outputs, only the statements of assertion tests. A checker process reads and executes
 these statements, while the solution runs in a candidate process, one per test, that shares only a channel for plain
-data with the judge. This process forks both. It reads no statements of judged tests before the last candidate is
+data with the checker. This process forks both. It reads no statements of checked tests before the last candidate is
 forked, so no candidate inherits any.
 
 stdin: blocks of JSON, each preceded by its length in ten digits: first the solution and how it is run, then the blocks
@@ -29,8 +29,8 @@ from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
 from verl.utils.reward_score.code_tests.candidate import defines, serve_candidate
+from verl.utils.reward_score.code_tests.checker import CheckerSession, execute_test
 from verl.utils.reward_score.code_tests.isolation import can_read, confine, keep_descriptors, kill_all, protect
-from verl.utils.reward_score.code_tests.judge import JudgeSession, execute_test
 
 # Names that solutions of programming exercises use without importing them.
 PRELUDE = """
@@ -60,7 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     protect()
     gc.freeze()
-    judged_tests = JudgedTests(solution)
+    checked_tests = CheckedTests(solution)
     end = time.monotonic() + job["budget"]
     for number, kind in enumerate(job["kinds"], 1):
         seconds = min(job["timeout"], end - time.monotonic())
@@ -68,8 +68,8 @@ def main() -> None:
             write_line({"status": "timeout"})
             continue
         with fresh_folder():
-            if kind == "judged":
-                outcome = judged_tests.run(seconds, last=number == len(job["kinds"]))
+            if kind == "checked":
+                outcome = checked_tests.run(seconds, last=number == len(job["kinds"]))
             else:
                 outcome = run_alone(solution, read_block(), seconds)
         write_line(outcome)
@@ -126,50 +126,59 @@ def fork(action: Callable[[], None]) -> int:
     return pid
 
 
-# ---------------------------------------------------------------- a judge and a candidate
+# ---------------------------------------------------------------- a checker and a candidate
 
 
-class JudgedTests:
-    """Runs tests of the kind "judged": a candidate process per test, and one judge process for all of them.
+class CheckedTests:
+    """Runs tests of the kind "checked": a candidate process per test, and one checker process for all of them.
 
-    A judge that does not finish a test is replaced. If no judge is running before the last test, this process executes
-    that test itself.
+    A checker that does not finish a test is replaced. If no checker is running before the last test, this process
+    executes that test itself.
     """
 
     def __init__(self, solution: CodeType) -> None:
         self._solution = solution
         self._path = installed_path()
-        self._judge: int | None = None
-        self._control: socket.socket  # sends tests to the judge, receives verdicts
+        self._checker: int | None = None
+        self._control: socket.socket  # sends tests to the checker, receives verdicts
 
     def run(self, seconds: float, last: bool) -> Outcome:
         """Run the next test in the working directory. `last`: no other test follows."""
+        if self._checker is None and not last:
+            self._start_checker()
+        if self._checker is not None:
+            self._await_statements()
         deadline = time.monotonic() + seconds
-        if self._judge is None and not last:
-            self._start_judge()
         ours, theirs = socket.socketpair()
-        judge_pids = [os.getpid()] if self._judge is None else [os.getpid(), self._judge]
-        candidate = fork(lambda: run_candidate(theirs.fileno(), judge_pids, self._solution, seconds))
+        checker_pids = [os.getpid()] if self._checker is None else [os.getpid(), self._checker]
+        candidate = fork(lambda: run_candidate(theirs.fileno(), checker_pids, self._solution, seconds))
         theirs.close()
         with ours:
-            if self._judge is None:
+            if self._checker is None:
                 return execute_in_this_process(ours.fileno(), candidate, self._path, self._solution, deadline)
-            with contextlib.suppress(OSError):  # the judge was killed: `read_verdict` finds no verdict
+            with contextlib.suppress(OSError):  # the checker was killed: `read_verdict` finds no verdict
                 request = json.dumps([os.getcwd(), deadline]).encode()
                 socket.send_fds(self._control, [request], [ours.fileno()])
         verdict = read_verdict(self._control.fileno(), deadline)
-        if verdict["status"] == "timeout" or verdict.pop("judge_ended", False):
-            kill_all([candidate, self._judge])
+        if verdict["status"] == "timeout" or verdict.pop("checker_ended", False):
+            kill_all([candidate, self._checker])
             self._control.close()
-            self._judge = None
+            self._checker = None
         else:
-            kill_all([candidate], spared=[self._judge])
+            kill_all([candidate], spared=[self._checker])
         return verdict
 
-    def _start_judge(self) -> None:
+    def _start_checker(self) -> None:
         self._control, theirs = socket.socketpair()
-        self._judge = fork(lambda: run_judge(theirs, self._path, self._solution))
+        self._checker = fork(lambda: run_checker(theirs, self._path, self._solution))
         theirs.close()
+
+    def _await_statements(self) -> None:
+        """Let the checker read the next block, without a time limit: a checker that is killed before it has read the
+        block would leave it to the next test."""
+        with contextlib.suppress(OSError):  # the checker was killed: `read_verdict` finds no verdict
+            self._control.sendall(b"\n")
+            self._control.recv(1)
 
 
 def read_verdict(control: int, deadline: float) -> Outcome:
@@ -183,19 +192,20 @@ def read_verdict(control: int, deadline: float) -> Outcome:
     if time.monotonic() > deadline:  # also for a verdict that arrived while this process was stopped
         return {"status": "timeout"}
     if not received.endswith(b"\n"):
-        return {"status": "error", "error": "the judge ended without a verdict", "judge_ended": True}
+        return {"status": "error", "error": "the checker ended without a verdict", "checker_ended": True}
     verdict: Outcome = json.loads(received)
     return verdict
 
 
 def installed_path() -> list[str]:
-    """Return the import path of a judge: without the working directory, where a candidate can write modules."""
+    """Return the import path of a checker: without the working directory, where a candidate can write modules."""
     working_directory = os.path.realpath(os.curdir)
     return [path for path in sys.path if path and os.path.realpath(path) != working_directory]
 
 
-def run_judge(control: socket.socket, path: list[str], solution: CodeType) -> None:
-    """Execute a test for every channel received over `control`; its statements are the next block of stdin."""
+def run_checker(control: socket.socket, path: list[str], solution: CodeType) -> None:
+    """For every byte received over `control`, read the statements of a test from stdin and confirm that with a byte;
+    then execute the test with the channel that is received."""
     blocks = os.dup(0)
     keep_descriptors([control.fileno(), blocks])
     sys.path[:] = path
@@ -203,20 +213,22 @@ def run_judge(control: socket.socket, path: list[str], solution: CodeType) -> No
     def report(outcome: Outcome) -> None:
         control.sendall(json.dumps(outcome).encode() + b"\n")
 
-    while True:
+    while control.recv(1):
+        test = read_block(blocks)
+        control.sendall(b"\n")
         request, channels, _, _ = socket.recv_fds(control, _READ_SIZE, 1)
         if not request:
             return
         folder, deadline = json.loads(request)
         os.chdir(folder)
-        report(execute_judged_test(channels[0], read_block(blocks), solution, deadline, report))
+        report(execute_checked_test(channels[0], test, solution, deadline, report))
         os.close(channels[0])
 
 
 def execute_in_this_process(
     channel: int, candidate: int, path: list[str], solution: CodeType, deadline: float
 ) -> Outcome:
-    """Execute the last test in this process, without a judge process."""
+    """Execute the last test in this process, without a checker process."""
     block = read_block()
     results = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -226,7 +238,7 @@ def execute_in_this_process(
 
     def report(outcome: Outcome) -> None:
         kill_all([candidate])
-        outcome.pop("judge_ended", None)
+        outcome.pop("checker_ended", None)
         write_line(outcome if time.monotonic() <= deadline else {"status": "timeout"}, results)
 
     def on_deadline(*_: object) -> NoReturn:
@@ -235,21 +247,21 @@ def execute_in_this_process(
 
     signal.signal(signal.SIGALRM, on_deadline)
     signal.setitimer(signal.ITIMER_REAL, max(deadline - time.monotonic(), 1e-6))
-    outcome = execute_judged_test(channel, block, solution, deadline, report)
+    outcome = execute_checked_test(channel, block, solution, deadline, report)
     signal.setitimer(signal.ITIMER_REAL, 0)
     kill_all([candidate])
     os.dup2(results, 1)
     return outcome if time.monotonic() <= deadline else {"status": "timeout"}
 
 
-def execute_judged_test(
+def execute_checked_test(
     channel: int, test: dict[str, Any], solution: CodeType, deadline: float, report: Callable[[Outcome], None]
 ) -> Outcome:
     """Execute one test. A candidate that breaks the protocol ends this process after `report`."""
     protected = False
 
     def end(outcome: Outcome) -> NoReturn:
-        report({**outcome, "protected": protected, "judge_ended": True})
+        report({**outcome, "protected": protected, "checker_ended": True})
         os._exit(0)
 
     def not_plain() -> NoReturn:
@@ -259,7 +271,7 @@ def execute_judged_test(
         end(run_alone(solution, {"kind": "assert", "max_bytes": 64}, deadline - time.monotonic(), test))
 
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - the test may replace and close it
-    session = JudgeSession(channel, lambda reason: end({"status": "error", "error": reason[:1000]}), not_plain)
+    session = CheckerSession(channel, lambda reason: end({"status": "error", "error": reason[:1000]}), not_plain)
     protected = session.hello()
     try:
         execute_test(session, test, _prelude)
@@ -271,11 +283,11 @@ def execute_judged_test(
     return {**outcome, "protected": protected}
 
 
-def run_candidate(channel: int, judge_pids: list[int], solution: CodeType, seconds: float) -> None:
+def run_candidate(channel: int, checker_pids: list[int], solution: CodeType, seconds: float) -> None:
     keep_descriptors([channel])
     confine(seconds)
     names = fresh_names("solution")
-    serve_candidate(channel, not can_read(judge_pids), solution, names)
+    serve_candidate(channel, not can_read(checker_pids), solution, names)
 
 
 def fresh_names(name: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Isolate a candidate process from the driver and the judge: their memory, descriptors and later tests.
+"""Isolate a candidate process from the driver and the checker: their memory, descriptors and later tests.
 
-All processes run as the same user. Either of two kernel features separates them: the driver and the judge are not
+All processes run as the same user. Either of two kernel features separates them: the driver and the checker are not
 dumpable, and the candidate is in a Landlock domain, from which it can neither trace nor (from ABI 6 on) signal
 processes outside. `can_read` verifies the result. Standard library only: this file also runs inside the sandbox.
 """
@@ -24,7 +24,7 @@ _MAKE_BLOCK_DEVICE = 1 << 11
 _SCOPE_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 _KILL_TIMEOUT_S = 5.0
 _MAX_DESCRIPTORS = 1 << 16
-_PROBE = b"probe of the judge's memory"
+_PROBE = b"probe of the checker's memory"
 
 
 def _libc() -> Any:

@@ -1,4 +1,4 @@
-"""Proxies in the judge process, which runs a test, for classes and objects of the candidate process, which runs the
+"""Proxies in the checker process, which runs a test, for classes and objects of the candidate process, which runs the
 solution.
 
 The candidate's code never decides a comparison: a proxy equals only itself. Unless the test uses it as an object, it
@@ -52,7 +52,7 @@ class ProxyClass(type):
     """
 
     _proxy_number: int
-    _proxy_session: Any  # a JudgeSession
+    _proxy_session: Any  # a CheckerSession
     _proxy_returns_instances: bool
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class Proxy:
     """
 
     _proxy_number: int
-    _proxy_session: Any  # a JudgeSession
+    _proxy_session: Any  # a CheckerSession
     _proxy_returns_instances = False
     _proxy_is_instance = False
     _proxy_items: Any = None

@@ -1,4 +1,4 @@
-"""Encode arguments and results as JSON, for a judge and a candidate process.
+"""Encode arguments and results as JSON, for a checker and a candidate process.
 
 A value becomes a JSON scalar, or an array whose first item names its type. Only exact builtin and standard-library
 types are encoded; a subclass loses its overridden methods, because the decoder builds a genuine object of the base

@@ -1,4 +1,4 @@
-"""The judge process: executes the statements of a test; names of the candidate are proxies to the candidate's process.
+"""The checker process: executes the statements of a test; names of the candidate are proxies to its process.
 
 The candidate never decides a comparison: results are plain data, rebuilt here, or proxies that equal only themselves.
 So a comparison succeeds only if the candidate returns the expected value. A violation of the protocol ends the test at
@@ -34,8 +34,8 @@ _RUNNERS = ("unittest", "doctest", "pytest", "_pytest", "bdb")
 _SHARED_FUNCTIONS = {"builtins": builtins, "math": math, "operator": operator}
 
 
-class JudgeSession:
-    """The judge's end of the channel. `abort(reason)` ends the process with a failed test.
+class CheckerSession:
+    """The checker's end of the channel. `abort(reason)` ends the process with a failed test.
 
     `not_plain()` also ends the process. It is called if the test passes a value that cannot be sent to another process
     before the candidate has sent any value; afterwards the candidate could cause such a call.
@@ -160,7 +160,7 @@ class JudgeSession:
     # -- calls of the candidate ----------------------------------------------------------------------------------
 
     def _serve(self, operation: str, parts: list[Any]) -> list[Any]:
-        """Call a function that the test passed to the candidate; nothing else of the judge can be used."""
+        """Call a function that the test passed to the candidate; nothing else of the checker can be used."""
         if operation != "call" or len(parts) != 4 or type(parts[0]) is not int or type(parts[3]) is not str:
             raise ProtocolError("not a call")
         number, arguments, keywords, output = parts
@@ -216,7 +216,7 @@ class JudgeSession:
             self._exports.append(value)
         doc = getattr(value, "__doc__", None)
         text = doc if isinstance(doc, str) else None
-        return ["judge", self._export_ids[id(value)], str(name or type(value).__name__), text]
+        return ["checker", self._export_ids[id(value)], str(name or type(value).__name__), text]
 
     def _import(self, decoder: Decoder, node: list[Any]) -> Any:
         tag, *parts = node
@@ -243,7 +243,7 @@ class JudgeSession:
             generator = self._generator(parts[0])
             self._generators[id(generator)] = generator, parts[0]
             return generator
-        if tag == "judge" and len(parts) == 1 and parts[0] < len(self._exports):
+        if tag == "checker" and len(parts) == 1 and parts[0] < len(self._exports):
             return self._exports[parts[0]]
         raise ProtocolError("not a value")
 
@@ -307,7 +307,7 @@ def _standard_exception(module: Any, name: Any, fallback: Any) -> Any:
     return None
 
 
-def execute_test(session: JudgeSession, test: Mapping[str, Any], prelude: Mapping[str, Any]) -> None:
+def execute_test(session: CheckerSession, test: Mapping[str, Any], prelude: Mapping[str, Any]) -> None:
     """Execute the statements of a test among the names of `prelude`; it has passed if this returns."""
     names: dict[str, Any] = {**prelude, "__name__": "test"}
     if test["prompt"]:
