@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.problems import Report
 
@@ -21,7 +25,10 @@ class FixedValue(NamedTuple):
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _BATCH_SIZE, _MINI_BATCH_SIZE = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
-_TOTAL_PROMPTS = "rollout.total_rollout_steps"
+_THRESHOLD, _TOTAL_PROMPTS = "async_training.staleness_threshold", "rollout.total_rollout_steps"
+# Their product is the number of prompts of a training step in asynchronous training; missing factors count as 1.
+_OLD_FACTORS = ("async_training.require_batches", "async_training.trigger_parameter_sync_step")
+_PROMPTS_PER_STEP = (*_OLD_FACTORS, _MINI_BATCH_SIZE)
 FIXED = {
     f"{_ROLLOUT}.over_sample_rate": FixedValue(0, "dropping the slowest responses favours short ones", "Leave it out"),
     f"{_ROLLOUT}.pipeline_model_parallel_size": FixedValue(
@@ -121,66 +128,71 @@ def why_obsolete(path: str) -> str | None:
 
 
 def convert_async_training(values: dict[str, Any], report: Report) -> None:
-    """Convert `async_training.*` and `rollout.total_rollout_steps` in `values`, which use other units."""
-    blocks = {name: dict(_mapping(values, name)) for name in ("async_training", "rollout")}
-    for name in blocks:
-        if not isinstance(values.get(name, {}), Mapping | None):
-            report.problem(name, values.pop(name), "is not a block", f"Set keys below it, or leave out {name}")
-    threshold = blocks["async_training"].pop("staleness_threshold", None)
-    total_prompts = blocks["rollout"].pop("total_rollout_steps", None)
+    """Convert `async_training.*` and `rollout.total_rollout_steps` in `values`, which use other units.
+
+    Each key is converted if the values that it depends on are valid.
+    """
+    number = partial(_read_number, dict(values), report)
+    threshold = _pop_old_key(values, _THRESHOLD, report)
+    total_prompts = _pop_old_key(values, _TOTAL_PROMPTS, report)
+    if threshold is not None and (staleness := number(_THRESHOLD, lambda value: math.ceil(float(value)))) is not None:
+        _set_converted(values, report, _THRESHOLD, "trainer", max_staleness=staleness)
+    batch_size = number(_BATCH_SIZE)
+    factors = [number(key) for key in _PROMPTS_PER_STEP]
+    if "async_training" in values and batch_size == 0 and None not in factors:
+        batch_size = math.prod(factor or 1 for factor in factors)
+        _set_converted(values, report, f"{_BATCH_SIZE}=0", "data", train_batch_size=batch_size, gen_batch_size=None)
+    if total_prompts is not None and (total := number(_TOTAL_PROMPTS)) is not None and batch_size is not None:
+        steps = total // max(1, batch_size)
+        if steps >= 1:
+            _set_converted(values, report, _TOTAL_PROMPTS, "trainer", total_training_steps=steps)
+        else:
+            why = f"a step needs more prompts ({_BATCH_SIZE} = {batch_size})"
+            report.problem(_TOTAL_PROMPTS, total, why, f"Set it to {batch_size} or more")
+    for name in ("async_training", "rollout"):
+        if values.get(name) == {}:  # an empty block would be an unknown key
+            del values[name]
+
+
+def _pop_old_key(values: dict[str, Any], key: str, report: Report) -> Any:
+    """Remove and return the value of `key`, `block.name`; None if there is none. Report and remove a block that is not
+    a mapping."""
+    name, _, below = key.partition(".")
+    if not isinstance(values.get(name), Mapping | None):
+        report.problem(name, values.pop(name), "is not a block", f"Set keys below it, or leave out {name}")
+    if name not in values:
+        return None
+    values[name] = block = dict(_mapping(values, name))
+    return block.pop(below, None)
+
+
+def _whole_number(value: Any) -> int:
+    number = float(value)
+    if number != int(number):
+        raise ValueError(f"{value} is not a whole number")
+    return int(number)
+
+
+def _read_number(
+    values: Mapping[str, Any], report: Report, key: str, kind: Callable[[Any], int] = _whole_number
+) -> int | None:
+    """Return the value of `key` in `values`, with `${…}` resolved, as a number; a missing value counts as 0.
+
+    Returns None if it is not a number, and reports that unless the key belongs to the schema: its type is checked with
+    the other keys.
+    """
+    value: Any = values
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
     try:
-        prompts = _prompts_per_step(values, blocks["async_training"])
-        if threshold is not None:
-            key = "async_training.staleness_threshold"
-            staleness = _number(key, threshold, lambda value: math.ceil(float(value)))
-            _set_converted(values, report, key, "trainer", max_staleness=staleness)
-        if "async_training" in values and _number(_BATCH_SIZE, _mapping(values, "data").get("train_batch_size")) == 0:
-            _set_converted(values, report, f"{_BATCH_SIZE}=0", "data", train_batch_size=prompts, gen_batch_size=None)
-        if total_prompts is not None:
-            total = _steps_of_prompts(values, total_prompts, report)
-            _set_converted(values, report, _TOTAL_PROMPTS, "trainer", total_training_steps=total)
-    except _NotANumberError as error:
-        if error.key not in (_BATCH_SIZE, _MINI_BATCH_SIZE):  # those are reported with the other keys of the schema
-            report.problem(error.key, error.value, "is not a number", "Set a number, or leave it out")
-    for name, block in blocks.items():
-        if name in values:
-            values[name] = block
-            if not block:
-                del values[name]
-
-
-def _prompts_per_step(values: Mapping[str, Any], old: Mapping[str, Any]) -> int:
-    """Return the prompts of a training step: mini-batches per step, by the `async_training` block `old`, times the
-    mini-batch size. Missing factors count as 1."""
-    factors = {f"async_training.{name}": old.get(name) for name in ("require_batches", "trigger_parameter_sync_step")}
-    factors[_MINI_BATCH_SIZE] = _mapping(_mapping(values, "actor_rollout_ref"), "actor").get("ppo_mini_batch_size")
-    return math.prod(_number(key, value) or 1 for key, value in factors.items())
-
-
-def _steps_of_prompts(values: Mapping[str, Any], prompts: Any, report: Report) -> int:
-    """Return the number of training steps that take `prompts` prompts in total."""
-    batch = max(1, _number(_BATCH_SIZE, _mapping(values, "data").get("train_batch_size")))
-    total = _number(_TOTAL_PROMPTS, prompts) // batch
-    if total < 1:
-        why = f"a step needs more prompts ({_BATCH_SIZE} = {batch})"
-        report.problem(_TOTAL_PROMPTS, prompts, why, f"Set it to {batch} or more")
-    return max(1, total)
-
-
-class _NotANumberError(ValueError):
-    """The value of `key` is not a number."""
-
-    def __init__(self, key: str, value: Any) -> None:
-        super().__init__(key, value)
-        self.key, self.value = key, value
-
-
-def _number(key: str, value: Any, kind: Callable[[Any], Any] = int) -> Any:
-    """Convert the value of `key`; a missing value counts as 0."""
-    try:
-        return kind(value) if value is not None else kind(0)
-    except (TypeError, ValueError, OverflowError):
-        raise _NotANumberError(key, value) from None
+        if "${" in str(value):
+            value = OmegaConf.select(OmegaConf.create(dict(values)), key, throw_on_missing=True)
+        return kind(value) if value is not None else 0
+    except (TypeError, ValueError, OverflowError, OmegaConfBaseException) as error:
+        if key in (_THRESHOLD, _TOTAL_PROMPTS) or (key in _OLD_FACTORS and "${" not in str(value)):
+            why = f"cannot be resolved ({error})" if isinstance(error, OmegaConfBaseException) else "is not a number"
+            report.problem(key, value, why.replace("\n", " "), "Set a number, or leave it out")
+        return None
 
 
 def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

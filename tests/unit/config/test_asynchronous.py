@@ -125,7 +125,35 @@ def test_a_value_that_cannot_be_converted_is_reported_under_its_key(key: str, va
 @pytest.mark.parametrize("key", ["data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"])
 def test_a_number_needed_for_a_conversion_is_reported_once(key: str):
     with pytest.raises(ConfigError) as error:
-        load(f"{key}=some", "rollout.total_rollout_steps=100")
+        load(f"{key}=some", "rollout.total_rollout_steps=102400")
+    assert [problem.key for problem in error.value.problems] == [key]
+
+
+@pytest.mark.parametrize("key", ["data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"])
+def test_a_batch_size_given_by_an_interpolation_does_not_prevent_conversions(key: str):
+    config = load(
+        f"{key}=${{data.max_prompt_length}}",
+        "data.max_prompt_length=256",
+        "async_training.staleness_threshold=0.5",
+        "rollout.total_rollout_steps=${oc.decode:'64000'}",
+    )
+    trainer = config.trainer
+    assert (trainer.max_staleness, trainer.total_training_steps) == (1, 64000 // config.data.train_batch_size)
+    batch_size = config.data.train_batch_size
+    assert batch_size == (256 if key.startswith("data.") else load().data.train_batch_size)
+
+
+def test_an_invalid_batch_size_does_not_hide_other_problems():
+    with pytest.raises(ConfigError) as error:
+        load("data.train_batch_size=some", "async_training.staleness_threshold=inf", "rollout.total_rollout_steps=1.5")
+    keys = {"data.train_batch_size", "async_training.staleness_threshold", "rollout.total_rollout_steps"}
+    assert {problem.key for problem in error.value.problems} == keys
+
+
+@pytest.mark.parametrize("key", ["async_training.staleness_threshold", "async_training.require_batches"])
+def test_an_interpolation_that_cannot_be_resolved_is_reported_once(key: str):
+    with pytest.raises(ConfigError) as error:
+        load(f"{key}=${{nothing.here}}")
     assert [problem.key for problem in error.value.problems] == [key]
 
 
