@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jsonschema import Draft202012Validator
@@ -64,8 +64,8 @@ class ArgumentCheck:
 def _describe(error: Any) -> str:
     where = ".".join(str(part) for part in error.absolute_path)
     if error.validator == "required":
-        return f"{error.message.replace('property', 'argument')}" + (f" of '{where}'" if where else "")
-    if error.validator == "additionalProperties" and not where:
+        return error.message.removesuffix("property") + "argument" + (f" of '{where}'" if where else "")
+    if error.validator == "additionalProperties" and not where and "patternProperties" not in error.schema:
         unknown = sorted(set(error.instance) - set(error.schema.get("properties", {})))
         return f"unknown argument{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}"
     return f"argument '{where}': {error.message}" if where else error.message
@@ -76,31 +76,47 @@ def _signature(parameters: Mapping[str, Any]) -> str:
     required = parameters.get("required") or ()
     arguments = []
     for name, schema in (parameters.get("properties") or {}).items():
-        kind = schema.get("type") or "any"
+        kind = (schema.get("type") if isinstance(schema, Mapping) else None) or "any"
         kind = "|".join(kind) if isinstance(kind, list) else kind
         arguments.append(f'"{name}": {kind}' + ("" if name in required else " (optional)"))
     return "{" + ", ".join(arguments) + "}"
 
 
-# Keys of JSON Schema: with regular expressions, with a mapping from names to schemas, with plain values.
+# Keys of JSON Schema: with regular expressions; that depend on patternProperties; that accept less if the schemas below
+# them accept more; with a mapping from names to schemas; with plain values.
 _PATTERN_KEYS = ("pattern", "patternProperties")
+_CLOSING_KEYS = ("additionalProperties", "unevaluatedProperties")
+_INVERTING_KEYS = ("not", "if", "oneOf", "contains")
 _MAPPING_KEYS = ("properties", "$defs", "definitions", "dependentSchemas")
 _VALUE_KEYS = ("enum", "const", "default", "examples")
 
 
 def _without_patterns(schema: Any) -> Any:
-    """The schema without regular expressions, which may take exponential time. A remote tool checks them itself."""
+    """The schema without regular expressions, which may take exponential time. A remote tool checks them itself.
+
+    The result accepts everything that the schema accepts.
+    """
     if isinstance(schema, list):
         return [_without_patterns(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
     kept: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in _MAPPING_KEYS and isinstance(value, Mapping):
-            kept[name] = {key: _without_patterns(item) for key, item in value.items()}
-        elif name not in _PATTERN_KEYS:
-            kept[name] = value if name in _VALUE_KEYS else _without_patterns(value)
+        if name in _PATTERN_KEYS or (name in _CLOSING_KEYS and "patternProperties" in schema):
+            continue
+        plain = _map_schemas(name, value, _without_patterns)
+        if name not in _INVERTING_KEYS or plain == value:
+            kept[name] = plain
     return kept
+
+
+def _map_schemas(name: str, value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the schemas in the value of a key of JSON Schema."""
+    if name in _VALUE_KEYS:
+        return value
+    if name in _MAPPING_KEYS and isinstance(value, Mapping):
+        return {key: function(item) for key, item in value.items()}
+    return function(value)
 
 
 def _expand_nullable(schema: Any) -> Any:
@@ -109,8 +125,5 @@ def _expand_nullable(schema: Any) -> Any:
         return [_expand_nullable(item) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    plain = {
-        name: _expand_nullable(value) for name, value in schema.items() if name not in ("nullable", "enum", "const")
-    }
-    plain |= {name: schema[name] for name in ("enum", "const") if name in schema}
+    plain = {name: _map_schemas(name, value, _expand_nullable) for name, value in schema.items() if name != "nullable"}
     return {"anyOf": [plain, {"type": "null"}]} if schema.get("nullable") is True else plain

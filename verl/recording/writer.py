@@ -270,7 +270,7 @@ class RecordWriter:
         limit = f"trainer.record.max_gb ({(self._max_bytes or 0) / 1e9:g} GB)"
         reason = f"the small streams alone exceed {limit}; only metrics and events are recorded from now on"
         self._stopped = True
-        self.event("stopped", 0 if newest is None else newest, reason)
+        self.event("stopped", self._step if newest is None else newest, reason)
         logger.warning("recording: %s: %s", self.folder, reason)
 
     def _step_files(self, stream: str) -> dict[int, Path]:
@@ -297,7 +297,10 @@ class RecordWriter:
             delete_recording(folder, self._max_bytes)
 
     def _delete_superseded_steps(self) -> None:
-        for path in (self.folder / _SUPERSEDED).rglob("*.parquet"):
+        assert self._max_bytes is not None
+        for path in sorted((self.folder / _SUPERSEDED).rglob("*.parquet"), key=lambda path: path.stat().st_mtime):
+            if self._bytes <= self._max_bytes:
+                return
             self._bytes -= path.stat().st_size
             path.unlink()
 

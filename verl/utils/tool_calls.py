@@ -285,8 +285,20 @@ def _typed_value(text: str, types: Sequence[str] | None) -> Any:
 def _parameter_types(tool: Mapping[str, Any]) -> dict[str, Sequence[str]]:
     """The JSON types of each parameter that declares them."""
     properties = tool["function"].get("parameters", {}).get("properties", {})
-    declared = {name: schema["type"] for name, schema in properties.items() if "type" in schema}
-    return {name: [types] if isinstance(types, str) else types for name, types in declared.items()}
+    declared = {name: _declared_types(schema) for name, schema in properties.items()}
+    return {name: types for name, types in declared.items() if types}
+
+
+def _declared_types(schema: Any) -> list[str]:
+    """The JSON types that a schema and its alternatives declare; a schema may also be a boolean."""
+    if not isinstance(schema, Mapping):
+        return []
+    types = schema.get("type") or []
+    alternatives = [*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())]
+    return [
+        *([types] if isinstance(types, str) else types),
+        *(kind for part in alternatives for kind in _declared_types(part)),
+    ]
 
 
 def _checked_call(name: str, arguments: Any, text: str) -> ToolCall:

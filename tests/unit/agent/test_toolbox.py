@@ -236,6 +236,38 @@ def test_patterns_of_a_remote_schema_are_not_run_and_its_other_rules_are():
         assert words in failed.value.text
 
 
+def remote_check(parameters: dict[str, Any]) -> ArgumentCheck:
+    function = {"name": "note", "description": "", "parameters": {"type": "object", "required": [], **parameters}}
+    return ArgumentCheck(
+        Remote({}, OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function}))
+    )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ({"properties": {}, "patternProperties": {"^x": {}}, "additionalProperties": False}, {"x1": 1}),
+        ({"properties": {"word": {"not": {"pattern": "^b"}}}}, {"word": "a"}),
+        ({"properties": {"word": {"oneOf": [{"pattern": "^a"}, {"pattern": "^b"}]}}}, {"word": "a"}),
+        ({"properties": {"word": {"if": {"pattern": "^b"}, "then": False}}}, {"word": "a"}),
+    ],
+)
+def test_a_remote_schema_without_its_patterns_accepts_what_it_accepted(parameters: Any, arguments: dict[str, Any]):
+    assert remote_check(parameters).parse(json.dumps(arguments)) == arguments
+
+
+def test_parameters_may_have_the_names_of_schema_keys_and_keep_them_in_messages():
+    properties = {name: {"type": "integer"} for name in ("nullable", "enum", "const", "property_id")}
+    check = remote_check({"properties": properties, "required": ["property_id"]})
+    for name in properties:
+        with pytest.raises(CallFailed) as failed:
+            check.parse(json.dumps({"property_id": 1, name: "text"}))
+        assert f"argument '{name}': 'text' is not of type 'integer'" in failed.value.text
+    with pytest.raises(CallFailed) as failed:
+        check.parse("{}")
+    assert "'property_id' is a required argument" in failed.value.text
+
+
 @function_tool
 def power(base: int, exponent: int | None = None) -> str:
     return str(base ** (2 if exponent is None else exponent))

@@ -156,6 +156,16 @@ def test_values_without_types_take_them_from_the_schema(name):
     assert calls_of(name, written.replace("true", "True"))[1] == [("weather", found)]  # as Python writes it
 
 
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+def test_types_of_alternatives_are_read_and_a_schema_may_be_a_boolean(name):
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    properties = {"city": optional, "days": {"oneOf": [{"type": "integer"}]}, "units": True}
+    function = {"name": "weather", "parameters": {"type": "object", "properties": properties}}
+    written = WRITE[name]({"city": "12", "days": 12, "units": 3})
+    (call,) = get_parser(name).parse(written, [{"type": "function", "function": function}])[1]
+    assert json.loads(call.arguments) == {"city": "12", "days": 12, "units": 3}
+
+
 MALFORMED = {
     "hermes": ('<tool_call>{"name": "weather", "arguments": {"city": }}</tool_call>', "weather", "Expecting value"),
     "openai": ("<|channel|>commentary to=functions.weather<|message|>{city}", "weather", "Expecting property name"),

@@ -178,7 +178,7 @@ def store_rows(data: DataProto, known: Lengths | None = None) -> StoredRows:
     """
     tensors = {name: value.detach().cpu() for name, value in data.tensors()}
     lengths, widths = lengths_of(tensors) or (None, (0, 0))
-    if lengths is None and known is not None and len(known) == len(data):
+    if "attention_mask" not in tensors and known is not None and len(known) == len(data):
         lengths, widths = known, known.widths
     row_map = RowMap((len(data),), np.arange(len(data)), lengths)
     contents = {name: trim(name, value, lengths, widths) for name, value in tensors.items()}

@@ -383,7 +383,8 @@ def _splits_of_names(folder: Path) -> dict[str, list[Path]]:
 
 def _select_split(folder: Path, by_split: dict[str, list[Path]], split: str | None) -> list[Path]:
     # Without a validation split, the test split is used for validation, and vice versa.
-    candidates = {"test": ("test", "validation"), "validation": ("validation", "test")}.get(split or "", (split or "",))
+    alternatives = {"test": ("test", "validation"), "validation": ("validation", "test"), None: ()}
+    candidates = alternatives.get(split, (split,))
     selected = next((by_split[name] for name in candidates if name in by_split), None)
     if selected is None:
         names = ", ".join(path.name for paths in by_split.values() for path in paths[:2])

@@ -41,6 +41,13 @@ def test_a_card_says_which_files_a_split_has(tmp_path):
         find_files(str(tmp_path))
 
 
+def test_without_a_split_files_outside_of_splits_are_not_preferred(tmp_path):
+    for name in ("train.jsonl", "rows.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match="several splits"):
+        find_files(str(tmp_path))
+
+
 def test_a_card_with_several_parts_and_no_default_asks_for_the_files(tmp_path):
     make_set(tmp_path, default="")
     with pytest.raises(ValueError, match=r"\bmain, other\b"):
