@@ -104,11 +104,12 @@ class HangDetector:
 
     def step_done(self, seconds: float) -> dict[str, float]:
         """Return the metrics of a step of this duration; log a rank that was slow in several consecutive steps."""
-        waited, rank = self._slow.step_done(seconds)
-        if rank is not None:
+        waited, slow = self._slow.step_done(seconds)
+        if slow is not None:
+            rank, last_wait = slow
             logger.warning(
                 "%s is slow: the other ranks waited for it in each of the last %d steps, in the last step for %.0f s",
-                *(rank, _SLOW_STEPS, waited),
+                *(rank, _SLOW_STEPS, last_wait),
             )
         return {WAITING_METRIC: waited}
 
@@ -349,14 +350,15 @@ class SlowRanks:
         """Record that the other ranks waited for this rank."""
         self._waited[rank] += seconds
 
-    def step_done(self, seconds: float) -> tuple[float, str | None]:
-        """Return (longest wait for one rank in this step, the slowest rank of those slow in several consecutive
-        steps)."""
+    def step_done(self, seconds: float) -> tuple[float, tuple[str, float] | None]:
+        """Return the longest wait for one rank in this step of `seconds`; and of the ranks that were slow in several
+        consecutive steps, the slowest one and the wait for it in this step."""
         waited, self._waited = self._waited, defaultdict(float)
         slow = [rank for rank, time in waited.items() if time > _SLOW_SHARE * seconds]
         self._consecutive_steps = defaultdict(int, {rank: self._consecutive_steps[rank] + 1 for rank in slow})
         always_slow = [rank for rank, steps in self._consecutive_steps.items() if steps % _SLOW_STEPS == 0]
-        return max(waited.values(), default=0.0), max(always_slow, key=waited.__getitem__, default=None)
+        slowest = max(always_slow, key=waited.__getitem__, default=None)
+        return max(waited.values(), default=0.0), None if slowest is None else (slowest, waited[slowest])
 
 
 def raise_in_main_thread() -> Callable[[HangError], None] | None:

@@ -49,11 +49,12 @@ def test_the_slowest_rank_is_named_with_its_wait():
     ranks = SlowRanks()
     for _ in range(2):
         ranks.record_wait("actor rank 0", 3.0)
-        ranks.record_wait("actor rank 1", 9.0)
+        ranks.record_wait("actor rank 1", 4.0)
         ranks.step_done(10.0)
     ranks.record_wait("actor rank 0", 3.0)
-    ranks.record_wait("actor rank 1", 9.0)
-    assert ranks.step_done(10.0) == (9.0, "actor rank 1")
+    ranks.record_wait("actor rank 1", 4.0)
+    ranks.record_wait("actor rank 2", 9.0)  # longer, but only in this step
+    assert ranks.step_done(10.0) == (9.0, ("actor rank 1", 4.0))
 
 
 @pytest.mark.parametrize("move", [tick, pulse])

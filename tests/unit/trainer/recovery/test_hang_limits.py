@@ -62,6 +62,6 @@ def test_a_rank_is_slow_if_others_wait_for_it_in_three_steps_in_a_row():
         slow.record_wait("rank 1", first / 2)
         slow.record_wait("rank 0", 5.0)
         said.append(slow.step_done(100.0))
-    assert [rank for _, rank in said] == [None, None, None, None, None, "rank 1", None]
+    assert [found for _, found in said] == [None, None, None, None, None, ("rank 1", 30.0), None]
     assert [waited for waited, _ in said] == [30.0, 30.0, 5.0, 30.0, 30.0, 30.0, 30.0]
     assert SlowRanks().step_done(1.0) == (0.0, None)
