@@ -86,6 +86,20 @@ class FailingLoop(TwoTurns):
         raise LookupError("the tool is unavailable")
 
 
+class UnprintableError(Exception):
+    """An exception of a client library whose text cannot be read."""
+
+    def __str__(self) -> str:
+        raise AttributeError("'NoneType' object has no attribute 'text'")
+
+
+class UnprintableFailureLoop(TwoTurns):
+    """Raises an exception whose text cannot be read."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise UnprintableError
+
+
 class UnsupportedParamsLoop(TwoTurns):
     """Sample 1 sets a sampling parameter that no engine supports."""
 

@@ -47,7 +47,7 @@ def build_trajectory(
     calls = _CallIndex(trace.calls)
     outputs = outputs if limits is None else [limits.truncate(output) for output in outputs]
     rows, unmatched = [], 0
-    for output, reason in zip(outputs, calls.reasons_without_tokens(outputs), strict=True):
+    for output, reason in zip(outputs, calls.reasons_of_incomplete_calls(outputs), strict=True):
         row, unmatched_in_row = _build_row(output, calls)
         _set_finish_reason(row, output.finish_reason or reason)
         rows.append(row)
@@ -219,6 +219,7 @@ class _SampledTokens:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
+    """Log-probs under the distribution that was sampled from, after top-k, top-p and min-p; NaN: unknown."""
     finish_reason: str | None = None
     """Finish reason of the last call that has tokens in this turn; None: no call has."""
     has_drawn: bool = True
@@ -301,7 +302,7 @@ class _CallIndex:
             tokens.finish_reason = "stop" if self._last is None else self._last.output.finish_reason
         return tokens
 
-    def reasons_without_tokens(self, outputs: Sequence[AgentLoopOutput]) -> list[str | None]:
+    def reasons_of_incomplete_calls(self, outputs: Sequence[AgentLoopOutput]) -> list[str | None]:
         """Per row, the finish reason of the last call that continued the row and was aborted or returned no tokens
         (because none were left); None: there is no such call.
 
@@ -346,7 +347,7 @@ def _starts_with(ids: list[int], prefix: list[int]) -> bool:
 
 
 def _shared_length(prompt_ids: list[int], output: AgentLoopOutput) -> int:
-    """The number of tokens that a prompt shares with a row; -1 if it does not continue the row's last sampled token."""
+    """The number of tokens that a prompt shares with a row; -1 if it differs, or ends before the last sampled token."""
     ids = [*output.prompt_ids, *output.response_ids]
     mask = output.response_mask
     trailing = next((index for index, sampled in enumerate(reversed(mask)) if sampled), len(mask))

@@ -1,7 +1,7 @@
 """ToolAgentLoop: generate a turn, run its tool calls, append the results, repeat.
 
 The loop ends with a turn without tool calls, when the simulated user ends the conversation, or at a limit. Replies of
-tools and users are masked from the loss (`AgentData.add_replies`).
+tools and users are excluded from the loss (`AgentData.add_replies`).
 """
 
 from __future__ import annotations
@@ -160,11 +160,10 @@ class ToolAgentLoop(AgentLoopBase):
         key = json.dumps(schemas, sort_keys=True)
         if key not in cls.chats:
             mode = config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode
-            chat = cls.chats[key] = Chat(
-                tokenizer, schemas, cls.end_token_ids, **config.data.apply_chat_template_kwargs
-            )
+            chat = Chat(tokenizer, schemas, cls.end_token_ids, **config.data.apply_chat_template_kwargs)
             for warning in (*check_template(chat, mode), *_config_warnings(chat, cls.parser, config, tokenizer)):
                 logger.warning("Multi-turn chat: %s", warning)
+            cls.chats[key] = chat  # only now: the check may raise
         return cls.chats[key]
 
 

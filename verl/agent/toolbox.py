@@ -1,7 +1,7 @@
 """Toolbox: loads and checks the tools of a loop worker and creates a ToolSession for each trajectory.
 
-Tool files are read by content where the run starts (`read_tool_files`) and sent to the loop workers, which build the
-tools.
+The process that starts the run reads the tool files (`read_tool_files`) and sends their contents to the loop workers,
+which build the tools.
 """
 
 from __future__ import annotations
@@ -141,6 +141,9 @@ def _read_mcp(base: ClassEntry, folder: Path, report: Report) -> McpSource | Non
     for name in set(mcp) - set(_MCP_KEYS):
         report.problem(f"{base.location}.mcp.{name}", mcp[name], "unknown key", f"Known: {', '.join(_MCP_KEYS)}")
     selected = mcp.get("tool_selected_list")
+    if selected is not None and not isinstance(selected, list):
+        report.problem(f"{base.location}.mcp.tool_selected_list", selected, "is not a list", "Write [name, …]")
+        return None
     servers = _read_servers(key, path, folder, report)
     return None if servers is None else McpSource(servers, None if selected is None else tuple(selected))
 

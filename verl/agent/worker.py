@@ -241,8 +241,9 @@ class AgentHost(LoopHost):
     def _on_done(self, task: RolloutTask, running: asyncio.Task[None]) -> None:
         self._running.pop(task)
         self._traces.pop(task, None)
-        if not running.cancelled():
-            running.exception()  # marks the exception as retrieved: asyncio would log it otherwise
+        error = None if running.cancelled() else running.exception()
+        if error is not None and not (task.cancelled or self._closed):
+            self._fail(f"{type(error).__name__} in trajectory {task.name}")
 
     def _abort(self, tasks: Sequence[RolloutTask]) -> None:
         if tasks:

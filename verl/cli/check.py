@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     except (ValueError, OSError) as error:
         key = str(error).partition(":")[0]
-        if not any(problem.startswith(f"{key} ") for problem in output.problems):  # not in the configuration section
+        if not any(problem.startswith((f"{key} ", f"{key}:")) for problem in output.problems):
+            # Otherwise the configuration section has reported it.
             output.problem(str(error))
     return output.verdict()
 
@@ -75,7 +76,10 @@ def check_training(config: PPOConfig, rows: int, scored: int, output: ReportOutp
 
     _check_configuration(config, output)
     for module in config.external_libs:
-        importlib.import_module(module)
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # the user's module may raise anything
+            raise ValueError(f"external_libs: {module}: {type(error).__name__}: {error}.") from error
     get_custom_reward_fn(config)  # its file may register the format of right answers
     model = config.actor_rollout_ref.model
     folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")
@@ -183,7 +187,7 @@ def _check_files(config: PPOConfig, key: str, tokenizer: Any, output: ReportOutp
 
 
 def _has_own_reward(config: PPOConfig) -> bool:
-    """Return whether scores come from something else than the built-in reward functions."""
+    """Return whether scores come from something other than the built-in reward functions."""
     return config.custom_reward_function.path is not None or scored_by_model(config) or uses_custom_agent_loop(config)
 
 

@@ -32,7 +32,7 @@ _GB = 1e9
 _MIN_DISK, _LOW_DISK = 1 * _GB, 20 * _GB
 _MIN_MEMORY, _LOW_MEMORY = 2 * _GB, 8 * _GB
 _LOW_SHARED_MEMORY = 2 * _GB
-_MIN_FILES, _LOW_FILES = 256, 4096
+_MIN_LIMIT, _LOW_LIMIT = 256, 4096
 _TORCH_SECONDS = 180
 _SHOWN_PACKAGES = ("torch", "ray", "transformers", "tensordict", "hydra-core", "datasets")
 _PORTS = {6379: "Ray (several nodes)", 8265: "Ray dashboard", 29500: "trainer.master_port", 8001: "verl serve"}
@@ -52,7 +52,7 @@ _FEATURES = {
 # Modules that show whether an extra is installed, where its requirements do not.
 _MODULES = {"dashboard": "aiohttp_cors", "megatron": "megatron.core"}
 # Engines that pin torch, so each needs a separate environment.
-_CHOOSE_TORCH = ("vllm", "sglang")
+_PIN_TORCH = ("vllm", "sglang")
 _TRY_TORCH = """
 import json, torch
 count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -211,11 +211,11 @@ def check_limits() -> Iterator[Check]:
         yield Check(section, "/dev/shm", f"{size / _GB:.1f} GB free", "warning" if low else "ok", remedy)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Ray raises the soft limit to the hard one.
-    status = _level(_limit(hard), _MIN_FILES, _LOW_FILES)
+    status = _level(_limit(hard), _MIN_LIMIT, _LOW_LIMIT)
     remedy = "" if status == "ok" else "ulimit -n 65536 (as root: /etc/security/limits.conf, or --ulimit nofile=65536)"
     yield Check(section, "open files", f"{_show_limit(soft)}, at most {_show_limit(hard)}", status, remedy)
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    status = _level(_limit(hard), _MIN_FILES, _LOW_FILES)
+    status = _level(_limit(soft), _MIN_LIMIT, _LOW_LIMIT)
     remedy = "" if status == "ok" else "ulimit -u 32768: threads count, too"
     yield Check(section, "processes", f"{_show_limit(soft)}, at most {_show_limit(hard)}", status, remedy)
 
@@ -251,7 +251,7 @@ def check_disk() -> Iterator[Check]:
         "prepared data": (Path(os.environ.get("VERL_CACHE", "~/.cache/verl")).expanduser(), "Set VERL_CACHE."),
     }
     for name, (folder, remedy) in folders.items():
-        present = next(path for path in (folder, *folder.parents) if path.exists())
+        present = next(path for path in (folder, *folder.parents) if os.path.exists(path))
         free = shutil.disk_usage(present).free
         writable = os.access(present, os.W_OK)
         status = _level(free, _MIN_DISK, _LOW_DISK) if writable else "failed"
@@ -265,7 +265,7 @@ def check_cluster() -> Iterator[Check]:
 
     if joins_cluster():
         problem = find_cluster_problem()
-        value = problem or "runs: training on this machine joins it (RAY_ADDRESS=local starts a new one)"
+        value = problem or "running: a run on this machine joins it (RAY_ADDRESS=local starts a new one)"
         yield Check("Ray", "cluster", value, "failed" if problem else "info")
 
 
@@ -297,9 +297,11 @@ def install_command(extra: str) -> str:
     """Return the command that installs an extra: in a checkout by its name, elsewhere by its requirements."""
     if not IN_CHECKOUT:
         command = f"pip install {' '.join(requirements_of(extra))}"
-        return f"{command} (in a separate environment: it chooses torch)" if extra in _CHOOSE_TORCH else command
+        return (
+            f"{command} (in a separate environment: it pins the version of torch)" if extra in _PIN_TORCH else command
+        )
     command = f'pip install -e ".[{extra}]"'
-    return f"make setup-{extra}, or {command}" if extra in (*_CHOOSE_TORCH, "megatron") else command
+    return f"make setup-{extra}, or {command}" if extra in (*_PIN_TORCH, "megatron") else command
 
 
 def _verdict(passed: bool, remedy: str) -> tuple[Status, str]:

@@ -122,7 +122,7 @@ def _availability(package: str | None) -> str:
 
 
 def describe(import_path: str, of_object: bool = False) -> str:
-    """Return the first sentence about `module:attribute`: of its file, or with `of_object` of the attribute itself."""
+    """Return the first docstring sentence of the file of `module:attribute`; with `of_object`, of the attribute."""
     module, _, attribute = import_path.partition(":")
     tree = ast.parse(_source_file(module).read_text(encoding="utf-8"))
     docstring = ast.get_docstring(tree)

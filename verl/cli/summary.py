@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stderr.write(
             f"verl summary: there is no file {file}. Name the folder of a run: trainer.default_local_dir (default:"
             " ./checkpoints/<project_name>/<experiment_name>), or trainer.tracking_dir if trainer.logger contains"
-            " file.\n"
+            ' "file".\n'
         )
         return 2
     summary = read_summary(file)

@@ -218,7 +218,7 @@ def _check_folder_name(key: str, name: str, report: Report) -> None:
     """Report a name that is empty, absolute or starts with `..`: names are parts of folder paths."""
     parts = os.path.normpath(name).split(os.sep)
     if not name.strip() or parts[0] in ("", ".", "..") or "\0" in name:
-        why = "is part of the checkpoint path (checkpoints/<project_name>/<experiment_name>) and escapes it"
+        why = "must name a folder inside the checkpoint path (checkpoints/<project_name>/<experiment_name>)"
         report.problem(key, name, why, "Set a plain name. For another folder set trainer.default_local_dir")
 
 

@@ -73,7 +73,7 @@ def _quote_if_needed(value: str) -> str:
     return value
 
 
-@functools.lru_cache(maxsize=4096)  # 1 ms each, and every value is parsed for its quotes and for itself
+@functools.lru_cache(maxsize=4096)  # 1 ms each, and each value is parsed twice: to decide on quotes, and for its value
 def _parse(value: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -158,7 +158,7 @@ class _UserConfig:
         selected = {_CONFIG_OPTIONS[name]: value for name, value in options if name in _CONFIG_OPTIONS}
         folder, name = selected.get("path"), selected.get("name", root)
         if folder is not None and Path(folder).expanduser().is_dir():
-            folder = str(Path(folder).expanduser().absolute())  # Hydra would look beside the program
+            folder = str(Path(folder).expanduser().absolute())  # Hydra resolves it from the program's file
         used = folder is not None or name != root
         file = Path(folder or CONFIG_DIR, name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
         content = OmegaConf.load(file) if used and file.is_file() else OmegaConf.create({})

@@ -13,7 +13,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
-# Scalings whose factor multiplies the length in the config; llama3 and longrope contain the extended length.
+# RoPE scaling types whose factor multiplies the length in the config; with llama3 and longrope it is already extended.
 _EXTENDING = ("linear", "dynamic", "yarn")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _LENGTHS = ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.max_new_tokens")

@@ -33,12 +33,12 @@ MODEL_OF_ROLE = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of a role: the ranks of its pool, split into copies of the model."""
+    """Layout of a role: the ranks of its pool, in data-parallel groups that each process their own rows."""
 
     pool: str
     world_size: int
-    ranks_per_copy: int
-    split: str  # parallel sizes of a copy, e.g. "TP 4 × PP 2"
+    ranks_per_copy: int  # ranks of one data-parallel group; for FSDP the Ulysses size
+    split: str  # parallel sizes of a group, e.g. "TP 4 × PP 2"
     ranks_per_sequence: int = 1  # ranks that share the tokens of each sequence; their token budgets add up
 
     @property
@@ -250,7 +250,7 @@ def old_log_prob_conflicts(config: PPOConfig) -> list[str]:
     if config.distillation.enabled and config.distillation.distillation_loss.as_reward:
         reasons.append("distillation.distillation_loss.as_reward = True reads them before the update")
     if correction.bypass_mode:
-        reasons.append(f"{CORRECTION}.bypass_mode = True uses the rollout's")
+        reasons.append(f"{CORRECTION}.bypass_mode = True uses the rollout's log-probs instead")
     if correction.rollout_rs is not None:
         reasons.append(f"{CORRECTION}.rollout_rs = {correction.rollout_rs} masks tokens before the update")
     if correction.rollout_is is not None and correction.rollout_is_batch_normalize:

@@ -145,8 +145,8 @@ def as_config(cls: type[B], cfg: B | DictConfig | Mapping[str, Any] | None, at: 
     """Convert to a block: a `cls` is returned unchanged, a DictConfig or dict is merged with the block's defaults.
 
     `at` is the path of the block (`actor_rollout_ref.actor`), required for classes used in several paths. Unknown
-    keys and invalid values raise ConfigError. Values that depend on other blocks are resolved with their defaults;
-    rules between keys are not checked.
+    keys and invalid values raise ConfigError. Values that depend on other blocks are resolved with the defaults of
+    those blocks; rules between keys are not checked.
     """
     if isinstance(cfg, cls):
         return cfg

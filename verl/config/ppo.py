@@ -24,9 +24,12 @@ class CustomClassConfig(Block):
 @dataclass(kw_only=True, slots=True)
 class SamplerConfig(Block):
     path: str | None = key(
-        "Python file (or module) of a sampler class.", null="by data.shuffle", path=True, aliases=("class_path",)
+        "Python file (or module) of a sampler class.",
+        null="random or sequential, by data.shuffle",
+        path=True,
+        aliases=("class_path",),
     )
-    name: str | None = key("Name of the class.", null="by data.shuffle", aliases=("class_name",))
+    name: str | None = key("Name of the class.", null="random or sequential, by data.shuffle", aliases=("class_name",))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,8 +54,8 @@ class DataConfig(Block):
     max_prompt_length: int = key("Largest prompt length in tokens.", min=1)
     max_response_length: int = key("Largest response length in tokens (all turns together).", min=1)
     max_start_length: int | None = key(
-        "Search agent: prompt length; then max_prompt_length is the context, max_response_length a turn (Search-R1).",
-        null="max_prompt_length is the prompt, max_response_length all turns",
+        "Search agent: prompt length. If set, max_prompt_length limits the context, max_response_length each turn.",
+        null="max_prompt_length limits the prompt, max_response_length all turns together",
         min=1,
     )
     max_turn_length: int = key(
@@ -62,7 +65,10 @@ class DataConfig(Block):
     )
     max_obs_length: int = key("Search agent: largest number of tokens of search results per turn.", min=1)
     filter_overlong_prompts: bool = key("Drop prompts longer than max_prompt_length before training.")
-    truncation: str = key("Longer prompts: error, or cut at this side.", choices=("error", "left", "right", "middle"))
+    truncation: str = key(
+        "Prompts longer than max_prompt_length: raise an error, or cut tokens left, right or in the middle.",
+        choices=("error", "left", "right", "middle"),
+    )
     shuffle: bool = key("Shuffle the training prompts every epoch.")
     seed: int = key("Seed of the run: prompt order, mini-batches and sampling.", min=0)
     dataloader_num_workers: int = key("Data loader processes.", min=0)
@@ -79,7 +85,7 @@ class TeacherModelConfig(Block):
     model_path: str | None = key("Local folder, hub name or URL of the teacher.", null="not set", path=True)
     url: list[str] | None = key(
         "URLs of servers with the teacher (`python -m verl.inference.server`, `vllm serve`) instead of model_path.",
-        null="the teacher runs in this run",
+        null="this run loads the teacher",
     )
     num_replicas: int | None = key(
         "Copies of the teacher's weights, each sharded over ranks / num_replicas ranks.",
@@ -140,7 +146,7 @@ class DistillationConfig(Block):
 
     @property
     def local_teachers(self) -> Mapping[str, TeacherModelConfig]:
-        """Teachers that run in this run, by name."""
+        """Teachers whose weights this run loads, by name."""
         return {name: teacher for name, teacher in self.teacher_models.items() if self.enabled and not teacher.url}
 
     def engine_of(self, name: str, ranks: int) -> TeacherConfig:
@@ -171,7 +177,7 @@ class PPOConfig(RootConfig):
         "Custom reward function.", aliases=("reward.custom_reward_function",)
     )
     trainer: TrainerConfig = key("Run: devices, steps, checkpoints, trackers.")
-    ray_init: RayInitConfig = key("Start of Ray.")
+    ray_init: RayInitConfig = key("How Ray is started.")
     resource_pool_spec: dict[str, list[int]] = key(
         "Devices per node of each pool, e.g. {global_pool: [8, 8], reward_pool: [4]}.",
         null="global_pool of nnodes × n_gpus_per_node (and reward_pool if enabled)",

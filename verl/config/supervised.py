@@ -102,7 +102,7 @@ class SupervisedConfig(RootConfig):
     fsdp_config: FSDPConfig = key("FSDP engine.", aliases=("model.fsdp_config",))
     checkpoint: CheckpointConfig = key("Contents of checkpoints.")
     trainer: SupervisedTrainerConfig = key("Run: devices, steps, checkpoints, trackers.")
-    ray_init: RayInitConfig = key("Start of Ray (with several ranks).")
+    ray_init: RayInitConfig = key("How Ray is started (with several ranks).")
 
     @property
     def model_kind(self) -> Literal["causal_lm", "sequence_classification"]:

@@ -142,6 +142,12 @@ async def test_tools_over_http_reconnect_and_the_token_goes_into_the_header_only
     assert not [text for text in said if TOKEN in text]
 
 
+def test_the_selected_tools_must_be_a_list(tmp_path: Path):
+    with pytest.raises(ConfigError) as caught:
+        Toolbox.load(tool_file(tmp_path, {"local": STDIO}, mcp={"tool_selected_list": "add"}))
+    assert ["is not a list" in str(problem) for problem in caught.value.problems] == [True]
+
+
 async def test_servers_that_do_not_answer_and_tools_that_are_missing_are_told_all_at_once(
     tmp_path: Path, http: HttpServer
 ):

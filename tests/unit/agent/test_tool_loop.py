@@ -503,6 +503,7 @@ def test_a_template_that_does_not_fit_is_an_error_at_start():
     toolbox = Toolbox([FunctionTool(weather)], LIMITS)
     with pytest.raises(ValueError, match="tokenization_sanity_check_mode = strict"):
         ToolAgentLoop.init_class(config_of(), tokenizer, None, toolbox=toolbox)
+    assert not ToolAgentLoop.chats  # a later trajectory checks the template again
     ToolAgentLoop.init_class(
         config_of(f"{TURNS}.tokenization_sanity_check_mode=disable"), tokenizer, None, toolbox=toolbox
     )

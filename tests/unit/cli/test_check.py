@@ -78,6 +78,12 @@ def test_problems_are_listed_and_the_exit_code_is_1(overrides, project, capsys):
     assert "reward function cannot be trusted" in result
 
 
+def test_a_library_that_cannot_be_imported_is_listed_once(overrides, capsys):
+    assert main([*overrides, "external_libs=[no_such_module_of_ours]"]) == 1
+    result = capsys.readouterr().out.partition("== result")[2]
+    assert result.count("no_such_module_of_ours") == 1
+
+
 def test_an_invalid_configuration_has_exit_code_2(capsys):
     assert main(["data.trian_files=a.parquet"]) == 2
     assert "data.train_files" in capsys.readouterr().err

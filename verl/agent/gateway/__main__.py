@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import socket
 import sys
 import threading
@@ -39,6 +40,8 @@ from verl.utils.resources import freeze_gc, use_single_heap
 from verl.utils.tool_calls import get_parser
 
 __all__ = ["main"]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 8002
 _IDLE_CHECK_S = 30.0
@@ -109,7 +112,10 @@ class Gateway:
     async def _close(self, sessions: list[GatewaySession]) -> None:
         for session in sessions:
             await self._sessions.close(session)
-            await self._write(session)
+            try:
+                await self._write(session)
+            except OSError:  # the other sessions must still be closed
+                logger.exception("session %s is lost: it could not be written to %s", session.name, self._out)
 
     async def _generate(self, request: Request) -> AsyncGenerator[Output, None]:
         self._loaded.check(request)

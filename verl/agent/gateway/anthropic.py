@@ -159,7 +159,9 @@ def as_openai(content: Any) -> dict[str, Any]:
     for message in request.messages:
         body["messages"] += message.as_openai()
     if body["messages"][-1]["role"] == "assistant":
-        raise ApiError("messages: the last message must be the user's; responses are not continued.", "messages")
+        raise ApiError(
+            "messages: the last message must have the role user; prefilled responses are not supported.", "messages"
+        )
     if request.stop_sequences is not None:
         body["stop"] = request.stop_sequences
     if request.tools is not None:
@@ -200,7 +202,7 @@ class AnthropicFormatter:
             "stop_sequence": None,
         }
         self._response, self._prompt_tokens = response, sum(map(len, parsed.prompts))
-        self._blocks, self._text_open = 0, False
+        self._block_index, self._text_open = 0, False
 
     def whole(self, chunk: ResponseChunk) -> str:
         content = [{"type": "text", "text": chunk.text}] if chunk.text else []
@@ -238,14 +240,14 @@ class AnthropicFormatter:
         return _event("error", error=anthropic_error("", error)["error"])
 
     def _open(self, block: dict[str, Any]) -> str:
-        return _event("content_block_start", index=self._blocks, content_block=block)
+        return _event("content_block_start", index=self._block_index, content_block=block)
 
     def _delta(self, delta: dict[str, Any]) -> str:
-        return _event("content_block_delta", index=self._blocks, delta=delta)
+        return _event("content_block_delta", index=self._block_index, delta=delta)
 
     def _close(self) -> str:
-        self._blocks += 1
-        return _event("content_block_stop", index=self._blocks - 1)
+        self._block_index += 1
+        return _event("content_block_stop", index=self._block_index - 1)
 
     def _stop_fields(self, chunk: ResponseChunk) -> dict[str, Any]:
         stopped = self._response.stop_string if chunk.finish_reason == "stop" else None

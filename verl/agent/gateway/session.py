@@ -73,7 +73,7 @@ class Model:
         self._ends: dict[str, frozenset[int]] = {}
 
     def start_workers(self) -> None:
-        """Start the text workers now instead of at the first long text. Blocks for seconds."""
+        """Start the text workers now, not at the first long text. Blocks until they have started, for seconds."""
         self.workers.start()
 
     def close(self) -> None:
@@ -226,7 +226,7 @@ class GatewaySession:
         self, node: RequestNode, request: Request, response: StreamedResponse
     ) -> AsyncGenerator[ResponseChunk, None]:
         """Generate the response in chunks. It is added to the tree before the last chunk is yielded."""
-        finished, requested_at = False, len(self.tree.nodes)
+        finished, nodes_before = False, len(self.tree.nodes)
         try:
             async with contextlib.aclosing(self.generate(request)) as pieces:
                 async for piece in pieces:
@@ -235,7 +235,7 @@ class GatewaySession:
                     chunk = response.push(piece)
                     finished = chunk.finish_reason is not None
                     if finished:
-                        self.tree.add_response(node, response.output, response.reply, requested_at)
+                        self.tree.add_response(node, response.output, response.reply, requested_at=nodes_before)
                     yield chunk
         except ValueError as error:  # the engine rejects the request
             raise ApiError(str(error)) from error
@@ -299,18 +299,15 @@ class Sessions:
     def use(self, name: str, secret: str) -> Iterator[GatewaySession]:
         """The session for a request that generates; created if necessary, removed again if nothing was recorded."""
         index = self._index(name, secret)
-        if self._create is None or index in self._open:
-            session = self.get(name, secret)
-            with session.under_way():
-                yield session
-            return
-        self._check_new(name)
-        session = self._open[index] = self._create(name)
+        if self._create is not None and index not in self._open:
+            self._check_new(name)
+            self._open[index] = self._create(name)
+        session = self.get(name, secret)
         try:
             with session.under_way():
                 yield session
         finally:
-            if session.is_unused and self._open.get(index) is session:
+            if self._create is not None and session.is_unused and self._open.get(index) is session:
                 del self._open[index]
 
     async def close(self, session: GatewaySession) -> None:

@@ -14,7 +14,7 @@ from verl.recording.reader import Recording
 
 _MAX_GROUP_STEPS = 80
 _MAX_TEXTS = 96
-# Beginnings of the names of metrics that rules read.
+# Name prefixes of the metrics that rules read.
 _METRICS = (
     "actor/",
     "critic/score/",
@@ -163,12 +163,13 @@ class Finding(NamedTuple):
     level: Level
     title: str
     figure: str
+    """The measured values, as a sentence."""
     remedy: str
     settings: list[tuple[str, str]]
     first_step: int
     last_step: int
     is_current: bool
-    """Whether the condition held until the newest step."""
+    """Whether the condition held until the newest step or the one before."""
     metric: str | None = None
     """Metric that shows the problem."""
 

@@ -39,7 +39,8 @@ class AsyncPPOTrainer(RayPPOTrainer):
         self.state.stream = self.stream
         self._length_evenness: list[float] = []
         """Per step: mean response length divided by the longest one."""
-        if reasons := old_log_prob_conflicts(self.config):
+        reasons = old_log_prob_conflicts(self.config)
+        if reasons and not self.config.algorithm.rollout_correction.bypass_mode:
             logger.info("Every step has a separate forward pass for old log-probs: %s.", "; ".join(reasons))
 
     def _train(self) -> None:

@@ -56,7 +56,7 @@ class Counts:
     tokens: float
     """Positions with response_mask 1; if the batch has `loss_weights`, the sum of their weights."""
     sequences: float
-    """Trajectories with tokens of response_mask 1; a row counts as its fraction of these tokens of its trajectory."""
+    """Trajectories that have tokens with response_mask 1. Each row counts as the fraction of them that it contains."""
 
 
 LossFn: TypeAlias = Callable[
@@ -95,8 +95,8 @@ class TrainEngine(Protocol):
     same tensor-parallel group or pipeline receive the same rows. On a rank without outputs (an earlier pipeline stage)
     `loss_fn` is not called, metrics are {} and `infer` returns no columns.
 
-    Progress is counted in rows (`verl.utils.progress`): `infer` announces its rows and ticks them; `forward_backward`
-    only ticks, because its caller knows the number of steps.
+    Progress is counted in rows (`verl.utils.progress`): `infer` calls `expect` and `tick`; `forward_backward` only
+    calls `tick`, because its caller knows the number of steps.
     """
 
     dp_rank: int
@@ -191,7 +191,7 @@ class TrainEngine(Protocol):
         """
 
     def finish_save(self) -> None:
-        """Wait until the save is written and raise its error, if any. No collective; thread-safe."""
+        """Wait until the save is written and raise its error, if any. Not a collective; thread-safe."""
 
     def save(self, path: str | os.PathLike, contents: Collection[str]) -> None:
         """`begin_save`, then `finish_save`."""

@@ -146,8 +146,8 @@ class EngineClient:
         """Generate a continuation of `prompt_ids`, one turn of the conversation `request_id`.
 
         `sampling_params`: fields of `SamplingParams`. The response is limited by `rollout.max_new_tokens`, which counts
-        from the first prompt of the context, and by `max_model_len`. If a limit is already reached, the response is
-        empty with finish reason `length`.
+        all tokens after the first prompt of the context (also those of tools), and by `max_model_len`. If a limit is
+        already reached, the response is empty with finish reason `length`.
         """
         if image_data is not None or video_data is not None:
             raise ValueError("generate: images and videos are not supported. Omit image_data and video_data.")
@@ -404,7 +404,7 @@ async def _fetch_outputs(replica: _Replica, request_ids: Sequence[str]) -> dict[
     call = asyncio.to_thread(replica.handle.call, "host.current_outputs", request_ids)
     try:
         return await asyncio.wait_for(call, FETCH_S)
-    except (WorkerError, asyncio.TimeoutError) as error:  # not TimeoutError before Python 3.11
+    except (WorkerError, asyncio.TimeoutError) as error:  # the built-in TimeoutError only from Python 3.11 on
         logger.warning("partial outputs of %s could not be read: %r", replica.handle, error)
         return {}
 

@@ -83,6 +83,22 @@ def test_only_requests_that_generate_create_a_session():
         assert len(gateway.sessions) == 1
 
 
+async def test_a_new_session_without_a_valid_request_is_removed_after_its_last_one():
+    sessions = Sessions(lambda name: GatewaySession(name, None), 2)
+    first_ended = asyncio.Event()
+
+    async def later_request():
+        with sessions.use("alice", SECRET):
+            await first_ended.wait()
+
+    with sessions.use("alice", SECRET):
+        later = asyncio.create_task(later_request())
+        await asyncio.sleep(0)
+    first_ended.set()
+    await later
+    assert len(sessions) == 0
+
+
 def test_sessions_cannot_be_enumerated():
     with running_gateway(lambda _: "Warm.") as gateway:
         assert call(f"{gateway.address}/sessions/alice~{SECRET}{CHAT}", "POST", ASK)[0] == 200

@@ -41,7 +41,7 @@ _PLAIN_METHODS = frozenset(
     for name in dir(kind)
     if not name.startswith("__")
 ) | set(ARRAY_METHODS)
-# Attributes with two underscores that are requested from the candidate.
+# Dunder attributes that are requested from the candidate.
 _VISIBLE = ("__name__", "__qualname__", "__doc__", "__module__", "__dict__", "__annotations__", "__wrapped__")
 
 

@@ -61,7 +61,7 @@ ONE_FILE_BYTES = 2**28
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A rectangle of a tensor, saved by `torch.save` at a position in a file."""
+    """A chunk of a tensor (a range of indices per dimension), saved by `torch.save` at a position in a file."""
 
     path: Path
     start: int
@@ -178,8 +178,10 @@ def _tensor(folder: Path, name: str, entry: Any, storage: dict[Any, Any]) -> Sto
         return None
     fields = _fields(entry, "TensorStorageMetadata")
     properties, shape = fields.get("properties"), dimensions(fields.get("size"))
-    state = properties.state if isinstance(properties, Record) and isinstance(properties.state, tuple) else (None,)
-    dtype = state[0] or (properties.fields.get("dtype") if isinstance(properties, Record) else None)
+    state = properties.state if isinstance(properties, Record) and isinstance(properties.state, tuple) else ()
+    dtype = (state[0] if state else None) or (
+        properties.fields.get("dtype") if isinstance(properties, Record) else None
+    )
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name[:80]} has no dtype")
     chunks = fields.get("chunks")
@@ -358,10 +360,10 @@ class _RecordedFileSystem(FileSystem):
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A rectangle of the stored tensor `name`: `tensor`, which may be a view, at `offsets`.
+    """A chunk of the stored tensor `name`: `tensor`, which may be a view, at `offsets`.
 
-    For engines that do not split tensors into the even shards of DTensors. Files contain only rectangles and their
-    positions, so that engines with other layouts can read them.
+    For engines that do not split tensors into the even shards of DTensors. Files contain only chunks and their
+    offsets, so that engines with other layouts can read them.
     """
 
     name: str

@@ -92,7 +92,8 @@ class ShardedAdamW:
             shard.data = shard.data.new_empty(0)
 
     def _step_with_bf16_moments(self, names: list[str]) -> None:
-        """Step a portion of the parameters at a time. The step number seeds the rounding, so shard replicas agree."""
+        """Step a portion of the parameters at a time. The step number seeds the stochastic rounding, so that replicas
+        of a shard stay equal."""
         if self._steps is None:
             self._steps = int(torch.stack([state["step"] for state in self.adamw.state.values()]).max())
         for name in names:

@@ -97,7 +97,8 @@ class ModelWeights:
             size = target.itemsize * value.numel()
             parts = 1 if routing is None or self._has_adapter(name) else max(1, math.ceil(size / max_bytes))
             for slab in Slab(name, value, target).split(parts):
-                yield slab, size // parts
+                rows = (slab.height if slab.stop is None else slab.stop) - slab.start
+                yield slab, size * rows // max(1, slab.height)
 
     def _merged(self, slab: Slab, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the full weight with its adapter. A collective."""

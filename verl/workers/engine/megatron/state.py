@@ -1,4 +1,4 @@
-"""The state of a MegatronEngine in a checkpoint: rectangles of Hugging Face tensors, in files that every engine reads.
+"""The state of a MegatronEngine in a checkpoint: chunks of Hugging Face tensors, in files that every engine reads.
 
 Core's own distributed checkpoints use Core's names for weights, and buffer positions for a sharded optimizer: other
 engines cannot read them, and they cannot be written during training from a copy. Therefore weights and moments are

@@ -203,7 +203,7 @@ def _fail(reason: str) -> None:
 
 
 def _exit(code: int) -> None:
-    """Exit without the interpreter's shutdown, which takes seconds; the engine was closed before."""
+    """Exit without the interpreter's shutdown, which takes seconds."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
