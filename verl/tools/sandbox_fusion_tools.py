@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from verl.sandbox import Limits, Result
@@ -21,7 +23,10 @@ _DEFAULTS = {
     "num_workers": 10,
 }
 # White space is bounded: adjacent unbounded repetitions of it would take quadratic time.
-_FENCED = re.compile(r"```[ \t]{0,8}\w{0,32}[ \t]{0,8}\n(.*)\n[ \t]{0,64}```", re.DOTALL)
+_OPENING_FENCE = re.compile(r"```[ \t]{0,8}\w{0,32}[ \t]{0,8}\n")
+_CLOSING_FENCE = re.compile(r"^[ \t]{0,64}```(?!\w)", re.MULTILINE)
+# Characters that are parsed to find the end of a block. A text may have closing fences on every line.
+_MAX_PARSED = 200_000
 
 
 class SandboxFusionTool(BaseTool):
@@ -74,12 +79,27 @@ def code_schema(description: str) -> OpenAIFunctionToolSchema:
 
 
 def plain_code(parameters: dict[str, Any]) -> str:
-    """The argument `code`, or only the content of a Markdown code block that begins or ends it: a program that contains
-    a block, in a string, neither begins nor ends with a fence."""
+    """The argument `code`, or, if that is not Python, only the content of its first Markdown code block.
+
+    The content may have fences in strings: the block ends at the first closing fence that makes it Python, or, if none
+    does, at the first one.
+    """
     code = str(parameters["code"])
-    text = code.strip()
-    fenced = _FENCED.match(text, max(0, text.find("```")))
-    return fenced.group(1) if fenced and (fenced.start() == 0 or fenced.end() == len(text)) else code
+    opening = _OPENING_FENCE.search(code)
+    if opening is None or _is_python(code):
+        return code
+    rest = code[opening.end() :]
+    closings = islice(_CLOSING_FENCE.finditer(rest), 1 + _MAX_PARSED // len(code))
+    blocks = [rest[: closing.start()].removesuffix("\n") for closing in closings] or [rest]
+    return next(filter(_is_python, blocks), blocks[0])
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 def result_text(result: Result, limits: Limits) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from verl.config import ConfigError
 from verl.sandbox import REQUIRE, Isolation, available, code_runner
 from verl.sandbox.code_runner import CodeSettings
 from verl.tools.code_session_tool import CodeSessionTool
-from verl.tools.sandbox_fusion_tools import SandboxFusionTool
+from verl.tools.sandbox_fusion_tools import SandboxFusionTool, plain_code
 from verl.utils.process_tree import with_descendants
 from verl.utils.tool_calls import ToolCall
 
@@ -42,6 +43,36 @@ def call(code, **arguments):
 
 async def said(session, code):
     return (await session.call(call(code))).text
+
+
+README = 'text = """\n```\nx = 1\n```\n"""\nprint(text)'
+BROKEN = "print(1"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (README, README),
+        (f"```python\n{README}\n```", README),
+        (f"Here:\n```py\n{README}\n```\nIt prints `text`.", README),
+        ("```\nprint(1)\n```\nThen:\n```\nprint(2)\n```", "print(1)"),
+        ("Run this:\n```python\nprint(1)\n```\nIt prints 1.", "print(1)"),
+        ("```python\nprint(1)\nprint(2)", "print(1)\nprint(2)"),
+        (f"```python\n{BROKEN}\n```\nand\n```python\nprint(2)\n```", BROKEN),
+        (f"Broken:\n```python\n{BROKEN}", BROKEN),
+        ("# ```\nprint(1)\n# ```\n", "# ```\nprint(1)\n# ```\n"),
+        ("no code at all", "no code at all"),
+    ],
+)
+def test_a_code_block_is_taken_out_of_its_text_but_not_out_of_a_program(code, expected):
+    assert plain_code({"code": code}) == expected
+
+
+def test_a_code_block_with_many_closing_fences_is_not_parsed_for_each():
+    program = "x = 1\n" * 20_000 + "("
+    began = time.monotonic()
+    assert plain_code({"code": f"```\n{program}\n" + "```\n" * 1000}) == program
+    assert time.monotonic() - began < 20
 
 
 async def test_the_model_reads_what_its_program_printed_and_how_it_failed():
