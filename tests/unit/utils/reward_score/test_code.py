@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -197,18 +198,45 @@ def test_one_assertion_that_fails_costs_only_itself():
     assert (only["passed"], only["outcome"]) == (0, "time limit")
 
 
+def started_driver(tests, **job):
+    """A driver without its input, and the blocks of that: the job and those of `tests`."""
+    job = {"solution": "def f(x): return x", "kinds": [test.kind for test in tests], "stop_at_failure": False, **job}
+    texts = map(json.dumps, [job, *(block for test in tests for block in test.blocks())])
+    program = code.driver_program(preloaded=False).replace(
+        "_STATEMENTS_TIMEOUT_S = 60.0", "_STATEMENTS_TIMEOUT_S = 5.0"
+    )
+    command = [sys.executable, "-c", program]
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return driver, [f"{len(text):10d}{text}" for text in texts]
+
+
 def test_statements_that_arrive_late_do_not_shift_those_of_later_tests():
     tests = read_tests(["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"])
-    job = {"solution": "def f(x): return x", "kinds": [test.kind for test in tests], "timeout": 1.0, "budget": 20.0}
-    texts = map(json.dumps, [{**job, "stop_at_failure": False}, *(block for test in tests for block in test.blocks())])
-    first, *others = [f"{len(text):10d}{text}" for text in texts]
-    command = [sys.executable, "-c", code.driver_program(preloaded=False)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+    driver, (first, *others) = started_driver(tests, timeout=1.0, budget=20.0)
+    with driver:
         driver.stdin.write(first)
         driver.stdin.flush()
         time.sleep(2)  # longer than the time limit of a test
         stdout, _ = driver.communicate("".join(others), timeout=60)
     assert [json.loads(line).get("report") for line in stdout.splitlines()] == [test.token for test in tests]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_checker_that_is_killed_or_stopped_before_it_reads_a_test_is_replaced(number):
+    tests = read_tests(["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"])
+    driver, blocks = started_driver(tests, timeout=20.0, budget=60.0)
+    with driver:
+        driver.stdin.write("".join(blocks[:2]))
+        driver.stdin.flush()
+        first = driver.stdout.readline()
+        _, checker = with_descendants(driver.pid)
+        os.kill(checker, number)
+        try:
+            stdout, _ = driver.communicate("".join(blocks[2:]), timeout=60)
+        finally:
+            driver.kill()
+    outcomes = map(json.loads, [first, *stdout.splitlines()])
+    assert [outcome.get("report") for outcome in outcomes] == [test.token for test in tests]
 
 
 def test_humaneval_checks_the_entry_point_and_may_be_continued():

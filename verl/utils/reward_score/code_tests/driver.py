@@ -45,6 +45,8 @@ from typing import *
 """
 _LAST_LINES = 3
 _READ_SIZE = 1 << 16
+# Time limit for reading the statements of a test, which may arrive late.
+_STATEMENTS_TIMEOUT_S = 60.0
 _prelude: dict[str, Any] = {}
 exec(PRELUDE, _prelude)  # at import: the process of every test inherits it
 Outcome = dict[str, Any]
@@ -144,9 +146,7 @@ class CheckedTests:
 
     def run(self, seconds: float, last: bool) -> Outcome:
         """Run the next test in the working directory. `last`: no other test follows."""
-        if self._checker is None and not last:
-            self._start_checker()
-        if self._checker is not None:
+        if self._checker is not None or not last:
             self._await_statements()
         deadline = time.monotonic() + seconds
         ours, theirs = socket.socketpair()
@@ -161,9 +161,7 @@ class CheckedTests:
                 socket.send_fds(self._control, [request], [ours.fileno()])
         verdict = read_verdict(self._control.fileno(), deadline)
         if verdict["status"] == "timeout" or verdict.pop("checker_ended", False):
-            kill_all([candidate, self._checker])
-            self._control.close()
-            self._checker = None
+            self._end_checker(candidate)
         else:
             kill_all([candidate], spared=[self._checker])
         return verdict
@@ -173,12 +171,31 @@ class CheckedTests:
         self._checker = fork(lambda: run_checker(theirs, self._path, self._solution))
         theirs.close()
 
+    def _end_checker(self, *others: int) -> None:
+        """Kill the checker and `others`."""
+        assert self._checker is not None
+        kill_all([*others, self._checker])
+        self._control.close()
+        self._checker = None
+
     def _await_statements(self) -> None:
-        """Let the checker read the next block, without a time limit: a checker that is killed before it has read the
-        block would leave it to the next test."""
-        with contextlib.suppress(OSError):  # the checker was killed: `read_verdict` finds no verdict
+        """Let the checker read the next block, outside of the test's time limit. A checker that was killed is replaced
+        once: a block that none reads would be taken for that of the next test."""
+        for _ in range(2):
+            if self._checker is None:
+                self._start_checker()
+            if self._reads_statements():
+                return
+            self._end_checker()
+        raise RuntimeError("the statements of a test could not be read by two checker processes")
+
+    def _reads_statements(self) -> bool:
+        try:
             self._control.sendall(b"\n")
-            self._control.recv(1)
+            answered = select.select([self._control], [], [], _STATEMENTS_TIMEOUT_S)[0]
+            return bool(answered) and self._control.recv(1) == b"\n"
+        except OSError:  # the checker was killed
+            return False
 
 
 def read_verdict(control: int, deadline: float) -> Outcome:
