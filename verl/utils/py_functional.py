@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import signal
@@ -92,23 +93,76 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[Callab
 
 
 def _run_with_alarm(call: Callable[[], T], seconds: float, name: str) -> T:
-    def stop(number: int, frame: Any) -> None:
-        raise _timeout_error(name, seconds)
-
-    outer_seconds, interval = signal.getitimer(signal.ITIMER_REAL)
-    if 0 < outer_seconds <= seconds:  # the limit of an enclosing call ends this one first
-        return call()
-    start = time.monotonic()
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("timeout_limit: signals are received by the main thread only. Use use_signals=False.")
+    other = signal.getsignal(signal.SIGALRM)
+    if other is None:  # not installed by Python, which could not restore it
+        return _run_in_thread(call, seconds, name)
+    alarm = _Alarm(other, seconds, name)
+    alarm.start()
     try:
         return call()
     finally:
+        alarm.restore_other()
+
+
+class _Alarm:
+    """Handler of SIGALRM that ends a call at its time limit.
+
+    A process has only one timer of this kind. If another handler, such as that of an enclosing call, has set it, it is
+    set to the earlier of both times, and the other handler is called at its time.
+    """
+
+    def __init__(self, other: Any, seconds: float, name: str) -> None:
+        self._other, self._seconds, self._name = other, seconds, name
+        self._deadline = time.monotonic() + seconds
+        self._other_time = math.inf
+        self._other_interval = 0.0
+
+    def start(self) -> None:
+        self._take_timer()
+        signal.signal(signal.SIGALRM, self)
+        self._set_timer(min(self._other_time, self._deadline))
+
+    def restore_other(self) -> None:
+        self._deadline = math.inf
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-        if outer_seconds:
-            remaining = outer_seconds - (time.monotonic() - start)
-            signal.setitimer(signal.ITIMER_REAL, max(remaining, _SHORTEST_TIMER_S), interval)
+        signal.signal(signal.SIGALRM, self._other)
+        self._set_timer(self._other_time, self._other_interval)
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self._other_time <= time.monotonic():
+            self._call_other(number, frame)
+        expired = self._deadline <= time.monotonic()
+        if expired:
+            self._deadline = math.inf
+        self._set_timer(min(self._other_time, self._deadline))
+        if expired:
+            raise _timeout_error(self._name, self._seconds)
+
+    def _call_other(self, number: int, frame: Any) -> None:
+        """Call the other handler with the timer as the handler expects it. It may set the timer."""
+        next_time = self._other_time + self._other_interval if self._other_interval else math.inf
+        self._set_timer(next_time, self._other_interval)
+        try:
+            if callable(self._other):
+                self._other(number, frame)
+            elif self._other == signal.SIG_DFL:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+        finally:
+            self._take_timer()
+            self._set_timer(min(self._other_time, self._deadline))
+
+    def _take_timer(self) -> None:
+        """Stop the timer of the other handler; keep its time and interval."""
+        remaining, self._other_interval = signal.setitimer(signal.ITIMER_REAL, 0)
+        self._other_time = time.monotonic() + remaining if remaining else math.inf
+
+    @staticmethod
+    def _set_timer(at: float, interval: float = 0.0) -> None:
+        if at < math.inf:
+            signal.setitimer(signal.ITIMER_REAL, max(at - time.monotonic(), _SHORTEST_TIMER_S), interval)
 
 
 def _run_in_thread(call: Callable[[], T], seconds: float, name: str) -> T:

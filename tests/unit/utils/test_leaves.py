@@ -4,6 +4,7 @@ import io
 import logging
 import math
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -73,6 +74,57 @@ def test_a_call_with_a_time_limit_keeps_the_limit_of_the_call_around_it(inner_li
 
     with pytest.raises(TimeoutError, match=r"^outer "):
         outer()
+
+
+def test_a_call_with_a_time_limit_keeps_the_timer_of_other_code():
+    @timeout_limit(0.5, use_signals=True)
+    def limited(seconds):
+        time.sleep(seconds)
+
+    times = []
+    before = signal.signal(signal.SIGALRM, lambda *_: times.append(time.monotonic()))
+    try:
+        start = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.1, 0.3)
+        with pytest.raises(TimeoutError, match=r"^limited "):
+            limited(3)
+        assert 0.1 <= times[0] - start < 0.35, "at its time, during the call"
+        count, (remaining, interval) = len(times), signal.getitimer(signal.ITIMER_REAL)
+        assert 0 < remaining <= 0.3
+        assert interval == pytest.approx(0.3)
+        time.sleep(0.7)
+        assert len(times) > count, "after the call"
+        signal.setitimer(signal.ITIMER_REAL, 60, 30)
+        limited(0)
+        remaining, interval = signal.getitimer(signal.ITIMER_REAL)
+        assert (50 < remaining <= 60, interval) == (True, 30)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_the_handler_of_a_timer_may_set_it_again_or_raise():
+    def handler(*_):
+        times.append(time.monotonic())
+        if len(times) == 3:
+            raise KeyError("third")
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+    @timeout_limit(100.0, use_signals=True)
+    def limited():
+        time.sleep(10)
+
+    times = []
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyError, match="third"):
+            limited()
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+        assert signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_positions_count_attended_tokens_only():
