@@ -51,7 +51,8 @@ def parser() -> argparse.ArgumentParser:
     option("--lora-alpha", type=float, help="lora_alpha of the adapters, if the checkpoint does not contain it")
     option(
         "--base-model",
-        help="folder or hub name of the base model: to merge adapters into it, or if the checkpoint has no config.json",
+        help="folder or hub name of the base model: to merge adapters into it, or if the checkpoint has no config.json;"
+        " it also provides the files of the tokenizer that the checkpoint does not have",
     )
     option("--dtype", choices=DTYPES, default="auto", help="dtype of the files; auto: that of config.json")
     option("--tolerance", type=float, default=0.0, help="largest difference of values that a comparison accepts")

@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
-    *("chat_template*", "preprocessor_config.json", "processor_config.json"),
+    *("chat_template*", "*preprocessor_config.json", "processor_config.json"),
 )
 _LOG_INTERVAL_S = 5.0
 
@@ -127,15 +127,29 @@ def _check_disk_space(target: Path, size: int) -> None:
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy the tokenizer and other preprocessing files, of the base model if the checkpoint has no tokenizer."""
-    folders = [source for source in (checkpoint.config_folder, checkpoint.base_folder) if source is not None]
-    source = next((source for source in folders if any(source.glob("tokenizer*"))), checkpoint.config_folder)
-    files = {path for pattern in _TOKENIZER for path in source.glob(pattern)} if source is not None else set()
-    for path in sorted(files):
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
-    if not any(path.name.startswith("tokenizer") for path in files):
+    """Copy the files of the tokenizer and of other preprocessing, those that the checkpoint does not have from the base
+    model."""
+    own, base = _tokenizer_files(checkpoint.config_folder), _tokenizer_files(checkpoint.base_folder)
+    if _has_chat_template(own):  # a template in another file would take precedence over the checkpoint's
+        base = {name: path for name, path in base.items() if not name.startswith("chat_template")}
+    files = base | own
+    for name, path in sorted(files.items()):
+        shutil.copyfile(path, folder / name)
+    if not any(name.startswith("tokenizer") for name in files):
         logger.warning("no tokenizer found for %s: copy that of the model into the result", checkpoint.folder)
+
+
+def _tokenizer_files(folder: Path | None) -> dict[str, Path]:
+    """Return the files by name."""
+    paths = [path for pattern in _TOKENIZER for path in folder.glob(pattern)] if folder is not None else []
+    return {path.name: path for path in paths if path.is_file()}
+
+
+def _has_chat_template(files: Mapping[str, Path]) -> bool:
+    config = files.get("tokenizer_config.json")
+    return any(name.startswith("chat_template") for name in files) or (
+        config is not None and bool(json.loads(config.read_bytes()).get("chat_template"))
+    )
 
 
 def _upload(folder: Path, name: str, private: bool) -> None:
@@ -164,10 +178,10 @@ def check_target(target: Path, source: Path, overwrite: bool) -> None:
 
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
-    """Context with a temporary folder, which is renamed to `target` at exit, and removed after an error; `target` then
-    stays as it was.
+    """Context manager: yields a temporary folder next to `target`, which replaces `target` when the block ends.
 
-    Leftovers of a killed process are removed first; ValueError if another process writes to the folder.
+    If the block raises an error, the temporary folder is removed and `target` is not changed. A temporary folder that a
+    killed process has left is emptied first; ValueError if another process is writing to it.
     """
     work, old = (target.with_name(f".{target.name}.{word}") for word in ("unfinished", "replaced"))
     work.mkdir(parents=True, exist_ok=True)
