@@ -25,7 +25,8 @@ class Backend:
         self.release = asyncio.Event()
         self.cancelled = asyncio.Event()
         routes = [Route("/echo", self._echo, methods=["POST"]), Route("/stream", self._stream, methods=["POST"])]
-        routes += [Route("/bad", self._bad, methods=["POST"]), Route("/files/{name}", self._target, methods=["GET"])]
+        routes += [Route("/bad", self._bad, methods=["POST"])]
+        routes += [Route("/files/{name:path}", self._target, methods=["GET"])]
         self.app = create_app(routes, health=lambda: {}, max_body_bytes=2**20, api_key=KEY)
 
     async def _echo(self, request: Request) -> Response:
@@ -88,6 +89,30 @@ def test_escaped_paths_and_queries_are_forwarded_as_they_are(query):
     async def check(_router, client, _backend):
         reply = await client.get("/files/a%3Fb%20%25%C3%A9" + (f"?{query}" if query else ""))
         assert reply.json() == ["/files/a%3Fb%20%25%C3%A9", query, "a?b %é"]
+
+    routed(check)
+
+
+@pytest.mark.parametrize("path", ["/files//a", "/files/a/../b", "/files/%7e%2f%zz", "/files/{a}|b"])
+def test_paths_that_a_client_would_normalize_are_forwarded_as_they_are(path):
+    async def check(_router, client, _backend):
+        reply = await client.get("/", extensions={"target": path.encode() + b"?x=%41{}"})
+        assert reply.json()[:2] == [path, "x=%41{}"]
+
+    routed(check)
+
+
+@pytest.mark.parametrize("error", [httpx.InvalidURL("too long"), httpx.LocalProtocolError("illegal target")])
+def test_a_request_that_cannot_be_sent_is_an_error_of_the_client(error, monkeypatch):
+    async def fail(*_, **__):
+        raise error
+
+    async def check(router, client, _backend):
+        await client.post("/echo", json={})  # creates the router's client
+        monkeypatch.setattr(router._client, "send", fail)
+        reply = await client.post("/echo", json={})
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert await in_flight(client) == 0
 
     routed(check)
 

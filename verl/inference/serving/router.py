@@ -50,13 +50,17 @@ class Router:
         }
         self._in_flight[server] += 1
         try:
-            # As received: `path` is percent-decoded, and has no query.
+            # As received: `path` is percent-decoded, and has no query; `httpx.URL` would change escapes and dots.
             target = b"?".join(part for part in (request.scope["raw_path"], request.scope["query_string"]) if part)
-            url, body = httpx.URL(f"http://{server}", raw_path=target), bytes(request_body(request))
-            forwarded = self._client.build_request(request.method, url, content=body, headers=headers)
+            url, body = f"http://{server}/", bytes(request_body(request))
+            forwarded = self._client.build_request(
+                request.method, url, content=body, headers=headers, extensions={"target": target}
+            )
             response = await self._client.send(forwarded, stream=True)
         except BaseException as error:
             self._in_flight[server] -= 1
+            if isinstance(error, httpx.InvalidURL | httpx.LocalProtocolError):
+                raise HttpError(400, f"the request cannot be forwarded: {error}.") from error
             if isinstance(error, httpx.TransportError):
                 raise HttpError(503, f"{server} does not respond: {error!r}") from error
             raise
