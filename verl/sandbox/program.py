@@ -381,21 +381,28 @@ def _run_cell(
     The report is only one byte, because the cell's code can write to the channel, too.
     """
     report: bytes | None = None
+    error: BaseException | None = None
     while True:
         try:
             if report is None:
                 signal.signal(signal.SIGINT, sigint_handler)
                 cells.sendall(STARTED)
-                report = _execute_cell(source, name, namespace)
-            return report, signal.signal(signal.SIGINT, _ignore_signal) or signal.default_int_handler
-        except KeyboardInterrupt as error:  # it arrived while a traceback was printed, or after the end of the cell
+                report, error = _execute_cell(source, name, namespace)
+            following = signal.signal(signal.SIGINT, _ignore_signal)
+            break
+        except KeyboardInterrupt as interrupt:  # at the end of the cell, or after it
             if report is None:
-                report = ERROR
-                _print_traceback(error)
+                report, error = ERROR, interrupt
+    if error is not None:
+        _print_traceback(error)
+        error = None  # its frames refer to objects of the cell
+    # None: not installed by Python, which cannot install it again. SIG_DFL is false.
+    return report, signal.default_int_handler if following is None else following
 
 
-def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:
-    """Execute a cell and print the value of its last expression, as the interactive prompt does; return the report."""
+def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> tuple[bytes, BaseException | None]:
+    """Execute a cell and print the value of its last expression, as the interactive prompt does; return the report and
+    the exception that ended the cell."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     try:
         tree = ast.parse(source, name)
@@ -404,9 +411,7 @@ def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> bytes:
         if last is not None:
             exec(compile(last, name, "single", dont_inherit=True), namespace)
     except MemoryError as error:
-        _print_traceback(error)
-        return MEMORY
+        return MEMORY, error
     except BaseException as error:  # noqa: BLE001 - SystemExit and an interrupt end the cell, too, not the session
-        _print_traceback(error)
-        return ERROR
-    return FINISHED
+        return ERROR, error
+    return FINISHED, None

@@ -1,0 +1,41 @@
+"""Interrupts of a cell, in this process: the handler of the next cell, and the traceback."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import pytest
+
+from verl.sandbox.program import ERROR, FINISHED, _run_cell
+
+
+@pytest.fixture
+def run():
+    """Run a cell with Python's handler of SIGINT; return its report and the handler for the next cell."""
+    before = signal.getsignal(signal.SIGINT)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield lambda source: _run_cell(ours, source, "<cell>", {}, signal.default_int_handler)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("name", ["SIG_DFL", "SIG_IGN", "default_int_handler"])
+def test_the_next_cell_has_the_handler_that_the_cell_has_set(run, name):
+    handler = getattr(signal, name)
+    assert run(f"import signal; signal.signal(signal.SIGINT, signal.{name})") == (FINISHED, handler)
+
+
+def test_an_interrupt_does_not_cut_the_traceback(run, capsys):
+    source = """
+import os, signal
+class Interrupted(Exception):
+    def __str__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return "the whole text"
+raise Interrupted
+"""
+    assert run(source)[0] == ERROR
+    stderr = capsys.readouterr().err
+    assert stderr.endswith("Interrupted: the whole text\n")
+    assert "KeyboardInterrupt" not in stderr
