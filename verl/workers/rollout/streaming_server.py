@@ -32,6 +32,10 @@ the engine's name of a failure."""
 class TokenSource(Protocol):
     """An engine that answers each request with a stream of tokens."""
 
+    engine: str
+    """Name of the engine, for error messages."""
+    log: str
+    """Where its log is, for error messages."""
     max_streams: int
     """Maximum number of open streams: enough to keep the engine busy."""
 
@@ -153,7 +157,7 @@ class StreamingServer:
                     self._report(stream, *event)
                     if event[2]:
                         return
-            raise RuntimeError("the engine's stream ended without a finish reason.")
+            raise RuntimeError(f"the stream of {self._source.engine} ended without a finish reason.")
         except Exception as error:  # noqa: BLE001 - the request fails with it
             self._report(stream, [], [], "error", error)
         finally:
@@ -178,7 +182,10 @@ class StreamingServer:
             if finished:
                 del self._streams[stream.name]
                 if error is None and finish_reason not in _FINISH_REASONS:
-                    error = f"the engine ended it with finish reason {finish_reason!r}. Its log may have the cause."
+                    error = (
+                        f"{self._source.engine} ended it with finish reason {finish_reason!r}. The cause may be in its"
+                        f" log: {self._source.log}."
+                    )
             if tokens or finished:
                 self._on_chunks([TokenChunk(stream.name, tokens, log_probs, finished, error)])
 

@@ -179,6 +179,9 @@ class TRTLLMSource:
     """TensorRT-LLM's `AsyncLLM` as a `TokenSource`; its coroutines run in the event loop of the streams. A pause aborts
     running requests, which are sent again afterwards."""
 
+    engine = "TensorRT-LLM"
+    log = "the output of the rollout process and of its Ray actors"
+
     def __init__(self, llm: Any, max_sequences: int, vocab_size: int) -> None:
         """`llm`: an `AsyncLLM`."""
         self.max_streams = 2 * max_sequences

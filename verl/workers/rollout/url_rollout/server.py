@@ -228,6 +228,8 @@ class HTTPTokenSource:
 
     def __init__(self, api: ServerAPI) -> None:
         self._api = api
+        self.engine = f"{api.engine} at {api.client.url}"
+        self.log = "the output of that server"
         self.max_streams = api.max_streams
         self.build_request, self.pause, self.resume = api.build_request, api.pause, api.resume
         self.reset_prefix_cache = api.reset_prefix_cache
