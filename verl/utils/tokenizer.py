@@ -116,7 +116,7 @@ class TextWorkLimit(PicklableError, ValueError):
 
 
 class TextWorkersBusy(PicklableError):
-    """Too many expensive tasks wait already. The caller may try again later."""
+    """Too many expensive tasks wait already, or processes were killed from outside. The caller may try again later."""
 
 
 class TextWorkers:
@@ -196,7 +196,10 @@ class TextWorkers:
             limit = f"{self._memory / 2**30:.3g} GB of memory"
             raise TextWorkLimit(f"processing the request takes more than {limit}. Shorten it.") from error
         except ProcessDied as error:
-            raise TextWorkLimit(f"processing the request {error}.") from error
+            reason = f"the request could not be processed: its process {error.process_end}"
+            if error.external:
+                raise TextWorkersBusy(reason) from error
+            raise TextWorkLimit(f"{reason}. Shorten it, or try again.") from error
 
 
 def tokenizer_loader(tokenizer: Any) -> Callable[[], Any]:

@@ -28,6 +28,7 @@ from verl.utils.process_pool import (
     gather_results,
 )
 from verl.utils.process_pool.processes import ForkServer
+from verl.utils.process_tree import why_not_running
 from verl.utils.progress import Progress, record_progress
 
 _loaded: list[str] = []
@@ -182,6 +183,38 @@ def test_the_socket_of_a_fork_server_that_is_killed_during_its_start_is_closed()
     with pytest.raises(EOFError, match="SIGKILL") as caught:
         ForkServer(kill_own_process, None, None)
     assert psutil.Process().num_fds() == before, f"{caught} keeps the local variables"
+
+
+def test_a_fork_server_whose_start_is_interrupted_is_killed_and_reaped(monkeypatch):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForkServer, "_check_not_stopped", interrupt)
+    before = psutil.Process().children()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        ForkServer(partial(time.sleep, 1000), None, None)
+    assert psutil.Process().children() == before, f"{caught} keeps the local variables"
+
+
+def test_a_fork_server_that_ends_while_it_is_closed_is_reaped(monkeypatch):
+    server = ForkServer(None, None, None)
+    killpg = os.killpg
+
+    def late(pid, number):
+        killpg(pid, number)
+        raise ProcessLookupError
+
+    os.kill(server._process.pid, signal.SIGSTOP)
+    while why_not_running(server._process.pid) != "stopped":
+        time.sleep(0.01)
+    monkeypatch.setattr(os, "killpg", late)
+    server.close()
+    assert server._process.returncode == -signal.SIGKILL
+
+
+def test_the_error_of_a_lost_process_can_be_pickled():
+    error = pickle.loads(pickle.dumps(ProcessDied("was killed by SIGKILL", external=True)))
+    assert (str(error), error.external) == ("lost its process, which was killed by SIGKILL", True)
 
 
 def test_nothing_of_this_process_goes_into_the_workers(pool):

@@ -38,8 +38,8 @@ def exit_with(tokenizer, code):
     os._exit(code)
 
 
-def crash(tokenizer):
-    os.kill(os.getpid(), signal.SIGSEGV)
+def end_by(tokenizer, number):
+    os.kill(os.getpid(), number)
 
 
 def test_a_text_of_more_characters_than_the_bound_has_more_tokens():
@@ -72,10 +72,12 @@ def test_work_is_stopped_at_its_limits_and_heavy_work_delays_no_light_work(monke
                 await workers.call(grow)
             with pytest.raises(ZeroDivisionError):
                 await workers.call(divide)
-            with pytest.raises(TextWorkLimit, match="exit code 3"):
+            with pytest.raises(TextWorkLimit, match=r": its process ended with exit code 3\. Shorten"):
                 await workers.call(exit_with, 3)
-            with pytest.raises(TextWorkLimit, match="SIGSEGV"):
-                await workers.call(crash)
+            with pytest.raises(TextWorkLimit, match=r": its process was killed by SIGSEGV\. Shorten"):
+                await workers.call(end_by, signal.SIGSEGV)
+            with pytest.raises(TextWorkersBusy, match=r": its process was killed by SIGKILL "):
+                await workers.call(end_by, signal.SIGKILL)
             # Two run, three wait, the next is refused.
             heavy = [asyncio.ensure_future(workers.call(spin, heavy=True)) for _ in range(5)]
             await asyncio.sleep(0)

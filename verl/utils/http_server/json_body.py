@@ -149,7 +149,7 @@ class BodyParser:
         self._pending = 0
 
     async def parse(self, model: type[Model], body: bytes | bytearray) -> Model:
-        """As `parse_model`; also HttpError 503 if too many large bodies are waiting."""
+        """As `parse_model`; also HttpError 503 if too many large bodies are waiting, or processes were killed."""
         if len(body) <= _INLINE_BYTES:
             return parse_model(model, body)
         if self._pending >= _MAX_PENDING:
@@ -172,7 +172,10 @@ class BodyParser:
         except MemoryError as error:
             raise HttpError(400, "parsing the body takes too much memory. Shorten it.") from error
         except ProcessDied as error:
-            raise HttpError(400, f"parsing the body {error}.") from error
+            reason = f"the body could not be parsed: its process {error.process_end}"
+            if error.external:
+                raise HttpError(503, f"{reason}. Try again later.") from error
+            raise HttpError(400, f"{reason}. Shorten it, or try again.") from error
         return parsed
 
     def close(self) -> None:

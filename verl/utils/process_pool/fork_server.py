@@ -304,7 +304,18 @@ class TaskTimeout(TimeoutError):
 
 
 class ProcessDied(RuntimeError):
-    """The call ended its process: by exit, by a signal, or by a crash."""
+    """The process of the call ended: by exit, by a signal, or by a crash. As of the errors above and below, the message
+    is the predicate of a sentence whose subject is the call."""
+
+    def __init__(self, process_end: str, external: bool = False) -> None:
+        super().__init__(process_end, external)
+        self.process_end = process_end
+        """The predicate of a sentence whose subject is the process: "was killed by SIGKILL"."""
+        self.external = external
+        """Whether the cause usually comes from outside: several processes were killed or stopped during the call."""
+
+    def __str__(self) -> str:
+        return f"lost its process, which {self.process_end}"
 
 
 class CannotSend(ValueError):

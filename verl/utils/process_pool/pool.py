@@ -50,7 +50,6 @@ from verl.utils.process_pool.processes import (
     ForkServer,
     Task,
     WorkerProcess,
-    describe_exit,
     portable_pickle,
 )
 from verl.utils.progress import expect, tick
@@ -213,7 +212,7 @@ class ProcessPool:
         self._close_processes()
         for worker in self.workers.values():
             if worker.tasks:
-                self._retry(worker.tasks.popleft(), "lost its process with the fork server")
+                self._retry(worker.tasks.popleft(), "was lost with the fork server")
             self._requeue(worker, keep=0)
         self.workers.clear()
         self._start_server()
@@ -346,7 +345,7 @@ class ProcessPool:
             recent = worker.checked_at == worker.started_at and now - worker.started_at < CHECK_SECONDS
             worker.check_state(now)
             if worker.stopped:
-                self._retry(worker.tasks.popleft(), "was stopped")
+                self._retry(worker.tasks.popleft(), "was stopped (SIGSTOP)")
                 self._kill(worker)
             elif now - worker.started_at < task.timeout_s:
                 self._handle_slow_call(worker, recent)
@@ -382,25 +381,26 @@ class ProcessPool:
         The call is retried if the worker was killed by a signal that usually comes from outside.
         """
         code = self._server.exit_code(worker)
-        how = f"ended its process {describe_exit(code)}"
+        process_end = process_tree.describe_exit(code)
         self._remove(worker)
         self._server.discard(worker)
         if blame_call and worker.tasks:
             task = worker.tasks.popleft()
             if code in EXTERNAL_SIGNALS:
-                self._retry(task, how)
+                self._retry(task, process_end)
             else:
-                task.finish(None, ProcessDied(how))
+                task.finish(None, ProcessDied(process_end))
         self._requeue(worker, keep=0)
 
-    def _retry(self, task: Task, how: str) -> None:
+    def _retry(self, task: Task, process_end: str) -> None:
         """Requeue a call whose process was killed or stopped from outside, up to `_MAX_LOSSES` times."""
         task.num_losses += 1
         if task.num_losses < _MAX_LOSSES:
             self.retried_calls += 1
             self._waiting.appendleft(task)
         else:
-            task.finish(None, ProcessDied(f"{how}, as in {task.num_losses - 1} processes before"))
+            before = f"after {task.num_losses - 1} other processes were lost"
+            task.finish(None, ProcessDied(f"{process_end}, {before}", external=True))
 
     def _kill(self, worker: WorkerProcess) -> None:
         self._requeue(worker, keep=0)

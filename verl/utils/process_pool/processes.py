@@ -204,6 +204,7 @@ class ForkServer:
             self._initialize(payload)
         except BaseException:
             self.control.close()
+            self._kill_server()
             raise
         self.control.settimeout(_REPLY_SECONDS)
 
@@ -240,8 +241,7 @@ class ForkServer:
         try:
             self._process.wait(timeout=0 if process_tree.why_not_running(self._process.pid) == "stopped" else 10)
         except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._kill_server()
         if self._process.returncode:  # it failed, so its workers may still run
             for pid in self._pids:
                 process_tree.kill_tree(pid)
@@ -256,8 +256,8 @@ class ForkServer:
             except (EOFError, ConnectionError) as error:
                 code = self._process.wait()
                 if code in EXTERNAL_SIGNALS:
-                    raise EOFError(f"the fork server ended {describe_exit(code)}") from error
-                problem = f"the fork server ended during start-up {describe_exit(code)}"
+                    raise EOFError(f"the fork server {process_tree.describe_exit(code)}") from error
+                problem = f"the fork server {process_tree.describe_exit(code)} during start-up"
         if problem is not None:
             self._process.wait()
             raise InitializerError(problem)
@@ -286,14 +286,15 @@ class ForkServer:
 
     def _check_not_stopped(self) -> None:
         if process_tree.why_not_running(self._process.pid) == "stopped":
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_server()
             raise EOFError("the fork server was stopped (SIGSTOP)")
 
-
-def describe_exit(code: int) -> str:
-    """The result of `ForkServer.exit_code` as text."""
-    known = {number.value: number.name for number in signal.Signals}
-    return f"with exit code {code}" if code >= 0 else f"by {known.get(-code, f'signal {-code}')}"
+    def _kill_server(self) -> None:
+        """Kill the fork server, if it has not ended, and reap it."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def portable_pickle(value: Any) -> bytes:

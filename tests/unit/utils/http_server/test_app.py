@@ -41,6 +41,15 @@ class Crashing(RequestModel):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+class Killed(RequestModel):
+    text: str
+
+    @field_validator("text")
+    @classmethod
+    def kill(cls, text):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 async def echo(request):
     return JSONResponse(parse_model(Numbers, request_body(request)).model_dump())
 
@@ -406,7 +415,11 @@ def test_large_bodies_are_parsed_in_a_process_with_limits(monkeypatch):
             with pytest.raises(HttpError) as crash:
                 await parser.parse(Crashing, json.dumps({"text": "x" * 1_000_000}).encode())
             assert crash.value.status == 400
-            assert "SIGSEGV" in crash.value.message
+            assert ": its process was killed by SIGSEGV. Shorten" in crash.value.message
+            with pytest.raises(HttpError) as killed:
+                await parser.parse(Killed, json.dumps({"text": "x" * 1_000_000}).encode())
+            assert killed.value.status == 503
+            assert ": its process was killed by SIGKILL " in killed.value.message
         finally:
             parser.close()
 

@@ -109,11 +109,12 @@ def test_an_idle_scorer_that_was_stopped_gets_no_sample(pool):
     assert pool.scored_again == 0, "it had not begun"
 
 
-@pytest.mark.parametrize(("text", "how"), [("SIGKILL", "ended its process by SIGKILL"), ("SIGSTOP", "was stopped")])
+@pytest.mark.parametrize(("text", "how"), [("SIGKILL", "was killed by SIGKILL"), ("SIGSTOP", "was stopped")])
 def test_a_sample_that_does_it_to_every_scorer_costs_itself(pool, text, how):
     scores = pool.score([sample(text if i == 7 else "fine") for i in range(40)])
     assert (scores[7].kind, scores[7].value) == ("died", 0.0)
-    assert f"{how}, as in 2 processes before" in scores[7].error
+    assert f"lost its process, which {how} (" in scores[7].error
+    assert scores[7].error.endswith("), after 2 other processes were lost")
     assert all(score.error is None and score.value == 0.5 for score in scores[:7] + scores[8:])
     assert pool.scored_again == 2
 

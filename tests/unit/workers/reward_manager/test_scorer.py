@@ -143,9 +143,9 @@ def test_scores_come_back_in_the_order_asked_for(pool):
     [
         ("raise", "raised", "KeyError: 'what was missing'"),
         ("lock", "invalid", "cannot be pickled"),
-        ("exit", "died", "ended its process with exit code 3"),
-        ("quit", "died", "ended its process with exit code 1"),
-        ("crash", "died", "ended its process by SIGSEGV"),
+        ("exit", "died", "lost its process, which ended with exit code 3"),
+        ("quit", "died", "lost its process, which ended with exit code 1"),
+        ("crash", "died", "lost its process, which was killed by SIGSEGV"),
         ("sleep", "timeout", "took longer than 1 s and was stopped"),
         ("spin", "timeout", "took longer than 1 s and was stopped"),
     ],
