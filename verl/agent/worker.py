@@ -44,7 +44,7 @@ from verl.workers.rollout.call_trace import CallTrace, tracing
 from verl.workers.rollout.engine_client import EngineClient
 from verl.workers.rollout.loop_host import LoopHost
 from verl.workers.rollout.prompts import RolloutJob, RolloutTask, sampling_params
-from verl.workers.rollout.training_rows import empty_experts
+from verl.workers.rollout.training_rows import experts_template
 
 __all__ = ["AgentHost", "AgentLoopWorker"]
 
@@ -88,7 +88,7 @@ class AgentLoopWorker(Worker):
         self.vocabulary: int = model_config.get_text_config().vocab_size
         template, stops = self.config.data.apply_chat_template_kwargs, self.rollout_config.stop_token_ids
         self.end_tokens = find_end_tokens(folder, model_config, self.tokenizer, template, stops)
-        self._empty_experts = partial(empty_experts, model, self.rollout_config)
+        self._get_experts_template = partial(experts_template, model, self.rollout_config)
         self._loops = dict(loops)
         self._initialized: set[type[AgentLoopBase]] = set()
         self.host: AgentHost | None = None
@@ -112,7 +112,7 @@ class AgentLoopWorker(Worker):
         """
         if not len(prompts):
             return DataProto()
-        host = self._batch_host = AgentHost(self, replicas, self._loop, self._empty_experts)
+        host = self._batch_host = AgentHost(self, replicas, self._loop, self._get_experts_template)
         try:
             self.check_cancelled()  # `cancel` may have been called before the host existed
             return host.generate_batch(prompts)
@@ -133,7 +133,7 @@ class AgentLoopWorker(Worker):
     def open_host(self, replicas: Sequence[RankHandle]) -> str:
         """Open `host` for rollout jobs, or reconnect an open host to restarted replicas; return its id."""
         if self.host is None or self.host.closed:
-            self.host = AgentHost(self, replicas, self._loop, self._empty_experts)
+            self.host = AgentHost(self, replicas, self._loop, self._get_experts_template)
         else:
             self.host.renew_replicas(replicas)
         return self.host.id
@@ -169,11 +169,11 @@ class AgentHost(LoopHost):
         worker: AgentLoopWorker,
         replicas: Sequence[RankHandle],
         loop: asyncio.AbstractEventLoop,
-        empty_experts: Callable[[], np.ndarray | None],
+        get_experts_template: Callable[[], np.ndarray | None],
     ) -> None:
         """`replicas`: the leading rank of each engine replica. `loop`: an event loop that runs in another thread."""
         rollout, ends = worker.rollout_config, worker.end_tokens
-        super().__init__(rollout, ends.ids, worker.tokenizer.pad_token_id, empty_experts)
+        super().__init__(rollout, ends.ids, worker.tokenizer.pad_token_id, get_experts_template)
         self._worker, self._loop = worker, loop
         self._scored_by_model = worker.config.reward_model.enable and not serves_reward_model(worker.config)
         self._running: dict[RolloutTask, asyncio.Task[None]] = {}

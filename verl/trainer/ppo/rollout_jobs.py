@@ -34,7 +34,7 @@ from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.request import Output, join_outputs
 from verl.types.trajectory import Headers, HostReply, Status, Trajectory
 from verl.workers.rollout.prompts import RolloutJob, sampling_params
-from verl.workers.rollout.training_rows import empty_experts, trajectories_from_rows
+from verl.workers.rollout.training_rows import experts_template, trajectories_from_rows
 
 logger = logging.getLogger(__name__)
 
@@ -355,7 +355,7 @@ def store_trajectories(
     if not trajectories:
         return []
     job = RolloutJob("restored", meta, sampling_params(policy.rollout, meta), 0, 0)
-    rows = job.pack(trajectories, empty_experts(policy.model, policy.rollout))
+    rows = job.pack(trajectories, experts_template(policy.model, policy.rollout))
     objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
     stored, bundle = bundle_rows(rows)
     reply = HostReply(headers=Headers.of(trajectories), objects=objects)

@@ -36,7 +36,7 @@ from verl.workers.roles.training import (
 from verl.workers.rollout.base import BaseRollout, Load
 from verl.workers.rollout.engine_host import EngineHost
 from verl.workers.rollout.placement import open_rollout
-from verl.workers.rollout.training_rows import empty_experts, with_object_columns
+from verl.workers.rollout.training_rows import experts_template, with_object_columns
 from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender, InProcessTransfer
 
 logger = logging.getLogger(__name__)
@@ -225,7 +225,7 @@ class ActorRolloutRefWorker(CheckpointedWorker):
             self._release_kv()
 
     def _new_host(self) -> EngineHost:
-        return EngineHost(self.rollout, partial(empty_experts, self.config.model, self.config.rollout))
+        return EngineHost(self.rollout, partial(experts_template, self.config.model, self.config.rollout))
 
     def _release_kv(self) -> None:
         """Free the KV cache if training uses the same devices and the configuration allows it."""

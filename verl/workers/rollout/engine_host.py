@@ -73,8 +73,10 @@ class EngineHost(LoopHost):
     """Submits all rows of a call to the engine at once. The engine's thread only stores results; the thread that calls
     `collect` packs them. There is no coroutine, thread or RPC per row."""
 
-    def __init__(self, rollout: RequestEngine, empty_experts: Callable[[], np.ndarray | None] = lambda: None) -> None:
-        super().__init__(rollout.config, rollout.eos_token_ids, rollout.pad_token_id, empty_experts)
+    def __init__(
+        self, rollout: RequestEngine, get_experts_template: Callable[[], np.ndarray | None] = lambda: None
+    ) -> None:
+        super().__init__(rollout.config, rollout.eos_token_ids, rollout.pad_token_id, get_experts_template)
         self.rollout = rollout
         self._error: BaseException | None = None
         self._futures: dict[str, Future[Output]] = {}

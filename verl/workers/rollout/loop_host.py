@@ -50,13 +50,13 @@ class LoopHost(ABC):
         config: RolloutConfig,
         end_token_ids: Iterable[int],
         pad_token_id: int,
-        empty_experts: Callable[[], np.ndarray | None] = lambda: None,
+        get_experts_template: Callable[[], np.ndarray | None] = lambda: None,
     ) -> None:
-        """`empty_experts()` returns an empty array [0, layers, k] if rows always have the column `routed_experts`, else
-        None."""
+        """`get_experts_template()` returns an empty array [0, layers, k] if rows always have the column
+        `routed_experts`, else None."""
         self.id = uuid.uuid4().hex
         self._config, self._end_token_ids, self._pad_token_id = config, frozenset(end_token_ids), pad_token_id
-        self._empty_experts = functools.cache(empty_experts)
+        self._get_experts_template = functools.cache(get_experts_template)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self.jobs: dict[str, RolloutJob] = {}
@@ -133,7 +133,7 @@ class LoopHost(ABC):
             return reply, None
         started = time.monotonic()
         trajectories = [self._finished_trajectory(job, task) for task in finished]
-        rows = job.pack(trajectories, self._empty_experts())
+        rows = job.pack(trajectories, self._get_experts_template())
         objects = rows.pop(non_tensor_batch_keys=list(rows.non_tensor_batch)).non_tensor_batch
         packing_s = time.monotonic() - started
         self._coalesce_s = min(_MAX_COALESCE_S, max(COALESCE_S, packing_s / _PACKING_SHARE))
@@ -235,7 +235,7 @@ class LoopHost(ABC):
 
     def _batch_rows(self, job: RolloutJob, tasks: Sequence[RolloutTask], prompts: DataProto) -> DataProto:
         """Training rows of finished tasks, without `uid` and `sample_index`, which the caller has."""
-        rows = job.pack([self._finished_trajectory(job, task) for task in tasks], self._empty_experts())
+        rows = job.pack([self._finished_trajectory(job, task) for task in tasks], self._get_experts_template())
         # Without the caller's `uid` and `sample_index`, names are not unique among ranks.
         named = {"uid", "sample_index"} <= prompts.non_tensor_batch.keys()
         rows.pop(non_tensor_batch_keys=["uid", "sample_index", *([] if named else ["trajectory"])])

@@ -272,7 +272,7 @@ class RolloutJob:
         params = self._variants[variant].with_key(sample_key(self.seed, task.step, uid, task.trajectory.sample_index))
         return Request(new_request_id(task.name), task.prompt_ids, params, uid, task.partial)
 
-    def pack(self, trajectories: Sequence[Trajectory], empty_experts: np.ndarray | None) -> DataProto:
+    def pack(self, trajectories: Sequence[Trajectory], experts_template: np.ndarray | None) -> DataProto:
         """The training rows of finished trajectories."""
         validate = bool(self.meta.get("validate"))
         longest = max(len(row.prompt_ids) for trajectory in trajectories for row in trajectory.rows)
@@ -284,5 +284,5 @@ class RolloutJob:
             # Validation rows are not trained on, and have other sampling parameters.
             with_drawn=self.params.reshaped and not validate,
             with_experts=not validate,
-            empty_experts=empty_experts,
+            experts_template=experts_template,
         )

@@ -26,7 +26,7 @@ def rows_from_trajectories(
     response_length: int | None = None,
     with_drawn: bool = False,
     with_experts: bool = True,
-    empty_experts: np.ndarray | None = None,
+    experts_template: np.ndarray | None = None,
 ) -> DataProto:
     """The generated batch, on the CPU: trajectories in order; the rows of a trajectory are adjacent.
 
@@ -36,7 +36,7 @@ def rows_from_trajectories(
     unknown versions -1; on other tokens they are 0 and -1.
 
     `with_drawn` adds `rollout_drawn_log_probs`: log-probs under the distribution that was sampled from, after
-    truncation and penalties. `with_experts` adds `routed_experts` if a turn has them, or if `empty_experts`
+    truncation and penalties. `with_experts` adds `routed_experts` if a turn has them, or if `experts_template`
     [0, layers, k] defines the shape and dtype of a column of unknown values. If a trajectory has an `extra`, the batch
     has the columns of agents (`_agent_columns`).
     """
@@ -62,7 +62,7 @@ def rows_from_trajectories(
         "response_mask": (sampled & _finished_mask(owners)).astype(np.int64),
         **_sampled_columns(turns, sampled, with_drawn),
     }
-    known = next((turn.routed_experts for turn in turns if turn.routed_experts is not None), empty_experts)
+    known = next((turn.routed_experts for turn in turns if turn.routed_experts is not None), experts_template)
     if with_experts and known is not None:
         columns["routed_experts"] = _routed_experts(rows, known, prompts.shape[1], attention_mask.shape[1])
     has_agent_columns = any(trajectory.extra for trajectory in trajectories)
@@ -154,8 +154,8 @@ def with_object_columns(generated: DataProto, prompts: DataProto) -> DataProto:
     return generated
 
 
-def empty_experts(model: ModelConfig, rollout: RolloutConfig) -> np.ndarray | None:
-    """An empty array [0, layers, k] of the dtype of `routed_experts`; None if the rollout does not return experts."""
+def experts_template(model: ModelConfig, rollout: RolloutConfig) -> np.ndarray | None:
+    """An empty array [0, layers, k] with the dtype of `routed_experts`; None if the rollout does not return experts."""
     if not rollout.return_routed_experts:
         return None
     folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")

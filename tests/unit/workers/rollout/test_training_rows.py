@@ -219,7 +219,7 @@ def test_experts_stand_beside_the_tokens_they_are_of_and_are_said_to_be_unknown_
         [1, 2, 3, 255, 255, 255],
     ]
     assert "routed_experts" not in rows_from_trajectories(trajectories[2:3], PAD).batch.keys()
-    unknown = rows_from_trajectories(trajectories[2:3], PAD, empty_experts=told[:0]).batch["routed_experts"]
+    unknown = rows_from_trajectories(trajectories[2:3], PAD, experts_template=told[:0]).batch["routed_experts"]
     assert unknown.dtype == torch.uint8
     assert unknown.shape == (1, unknown.shape[1], *told.shape[1:])
     assert (unknown == 255).all(), "rows of agents that failed can be joined with others"
@@ -281,7 +281,8 @@ def batches(draw: st.DrawFn) -> list[Trajectory]:
 def test_trajectories_from_rows_give_the_same_rows_again(trajectories, with_drawn, with_experts, room):
     width = max(row.response_length for one in trajectories for row in one.rows) + room
     options: dict[str, Any] = {"pad_token_id": 100, "response_length": width, "with_drawn": with_drawn}
-    options |= {"empty_experts": np.empty((0, 2, 2), np.uint8) if with_experts else None, "with_experts": with_experts}
+    template = np.empty((0, 2, 2), np.uint8) if with_experts else None
+    options |= {"experts_template": template, "with_experts": with_experts}
     rows = rows_from_trajectories(trajectories, **options)
     read = [
         replace(one, status=before.status, score=before.score)
