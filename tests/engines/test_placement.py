@@ -28,10 +28,10 @@ LONG = SamplingParams(max_new_tokens=400, key=5, temperature=0.7)
 
 @pytest.fixture
 def place(
-    engine_name: str, row: EngineRow, model_folder: Callable[[str], Path], started: Any
+    engine_name: str, row: EngineRow, model_folder: Callable[[str], Path], running_engine: Any
 ) -> Iterator[Callable[..., Any]]:
     """The engine as a worker of a run has it; keywords are configuration keys."""
-    started.close()
+    running_engine.close()
     placed: list[Any] = []
 
     def start(kind: str, **keys: Any) -> Any:

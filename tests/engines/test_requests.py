@@ -142,10 +142,10 @@ def test_requests_come_from_many_threads_and_join_a_running_batch(start: Callabl
     assert {len(output.token_ids) for output in outputs.values()} == {40}
 
 
-def test_closing_fails_what_is_unfinished(start: Callable[..., Any], started: Any) -> None:
+def test_closing_fails_what_is_unfinished(start: Callable[..., Any], running_engine: Any) -> None:
     engine = start()
     futures = engine.submit([request("a")])
-    started.close()
+    running_engine.close()
     with pytest.raises(RuntimeError, match="closed"):
         only(futures)
     with pytest.raises(RuntimeError, match="closed"):

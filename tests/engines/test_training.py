@@ -34,9 +34,9 @@ def train(task: dict[str, str], folder: Path, engine_name: str, row: EngineRow, 
 
 
 def test_the_reward_of_a_grpo_run_rises_and_a_resumed_run_goes_on(
-    task: dict[str, str], tmp_path: Path, engine_name: str, row: EngineRow, started: Any
+    task: dict[str, str], tmp_path: Path, engine_name: str, row: EngineRow, running_engine: Any
 ) -> None:
-    started.close()
+    running_engine.close()
     first = train(task, tmp_path, engine_name, row, "trainer.total_training_steps=8")
     rewards = [step["critic/score/mean"] for step in first.history if "critic/score/mean" in step]
     assert len(rewards) == 8
