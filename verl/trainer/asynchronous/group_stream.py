@@ -1,7 +1,8 @@
 """GroupStream: submits prompts while the buffer has capacity, receives finished trajectories, returns complete groups.
 
 The trainer uses it as a source of prompts, like `PromptStream`, but the responses are already generated. The trainer's
-thread does all bookkeeping; collector threads of the RolloutManager only update scores and utilization.
+thread does all bookkeeping; collector threads of the RolloutManager only update scores and utilization. Stale groups
+are dropped by `RolloutBuffer.drop_stale`.
 """
 
 from __future__ import annotations

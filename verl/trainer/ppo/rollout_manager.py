@@ -5,7 +5,7 @@ finished trajectories; `rollout_jobs.join_rows` converts them to a batch.
 
 Hosts (`LoopHost`) execute the jobs: the first rollout rank of each replica generates single-turn rows, loop workers run
 agents. The manager stores every unfinished row with its last reported partial output. If a host is lost, its rows are
-submitted to another host; after `WorkerRecovery` has restarted it, `open` readmits it.
+submitted to another host; after `WorkerRecovery._readmit` has restarted it, `open` sends it rows again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """WeightSync: sends the policy's weights to the rollout engines, once per version.
 
+From here to the engine: `ActorRolloutRefWorker` (`workers/roles/policy.py`) sends the weights by
+`workers/sharding_manager` to `BaseRollout.begin_update`, `load_bucket` and `finish_update` of the engine, which
+`VllmWeights` (`workers/rollout/vllm_rollout`) implements for vLLM.
+
 ReplicaWeights: whether all rollout replicas have verified weights of the trainer's version. `WorkerRecovery` restarts
 and readmits a lost replica. `RolloutHosts` assigns rows to replicas, `EngineClient` assigns the requests of agents.
 

@@ -77,14 +77,14 @@ class WorkerRecovery:
             self._count(error, roles)
             try:
                 with self._status.phase(f"{RESTART_PHASE}{error.role}"):
-                    self._restart(roles, only_engine)
+                    self._readmit(roles, only_engine)
                 return
             except ResourceError as no_resources:
                 raise error from no_resources
             except WorkerError as next_error:
                 error = next_error
 
-    def _restart(self, roles: frozenset[Role], only_engine: bool) -> None:
+    def _readmit(self, roles: frozenset[Role], only_engine: bool) -> None:
         """Readmit lost workers: restart the processes of these roles (or only the separate processes of engines),
         reconnect, sync and verify weights. Then `RolloutManager.open` sends rows to them again, and
         `EngineClient.reconnect` requests of agents."""

@@ -1,4 +1,7 @@
-"""Conversion of trajectories, of any engine or agent, to the rows that training reads, and back."""
+"""Conversion of trajectories, of any engine or agent, to the rows that training reads, and back.
+
+`response_mask` is 0 for tokens that the model did not generate (tool output, users) and for unfinished trajectories.
+"""
 
 from __future__ import annotations
 
