@@ -101,8 +101,11 @@ def _run_with_alarm(call: Callable[[], T], seconds: float, name: str) -> T:
     alarm = _Alarm(other, seconds, name)
     alarm.start()
     try:
-        return call()
-    finally:
+        try:
+            return call()
+        finally:
+            alarm.disable()
+    finally:  # also if the time limit has ended the inner block after the call
         alarm.restore_other()
 
 
@@ -118,11 +121,15 @@ class _Alarm:
         self._deadline = time.monotonic() + seconds
         self._other_time = math.inf
         self._other_interval = 0.0
+        self._in_other = False
 
     def start(self) -> None:
         self._take_timer()
         signal.signal(signal.SIGALRM, self)
         self._set_timer(min(self._other_time, self._deadline))
+
+    def disable(self) -> None:
+        self._deadline = math.inf
 
     def restore_other(self) -> None:
         self._deadline = math.inf
@@ -131,6 +138,9 @@ class _Alarm:
         self._set_timer(self._other_time, self._other_interval)
 
     def __call__(self, number: int, frame: Any) -> None:
+        if self._in_other:  # its timer has expired again before it returned
+            self._run_other(number, frame)
+            return
         if self._other_time <= time.monotonic():
             self._call_other(number, frame)
         expired = self._deadline <= time.monotonic()
@@ -141,18 +151,33 @@ class _Alarm:
             raise _timeout_error(self._name, self._seconds)
 
     def _call_other(self, number: int, frame: Any) -> None:
-        """Call the other handler with the timer as the handler expects it. It may set the timer."""
-        next_time = self._other_time + self._other_interval if self._other_interval else math.inf
-        self._set_timer(next_time, self._other_interval)
+        """Call the other handler with the timer as the handler expects it. It may set the timer, install another
+        handler, and raise."""
+        now, interval = time.monotonic(), self._other_interval
+        # The signal may be late by more than one interval: Python calls handlers between instructions only.
+        missed = (now - self._other_time) // interval if interval else 0
+        self._set_timer(self._other_time + interval * (missed + 1) if interval else math.inf, interval)
+        self._in_other = True
         try:
-            if callable(self._other):
-                self._other(number, frame)
-            elif self._other == signal.SIG_DFL:
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
+            self._run_other(number, frame)
+        except BaseException:
+            if self._deadline <= time.monotonic():  # the call ends with this error
+                self._deadline = math.inf
+            raise
         finally:
+            self._in_other = False
             self._take_timer()
+            if (installed := signal.getsignal(number)) is not self:
+                self._other = installed
+                signal.signal(number, self)
             self._set_timer(min(self._other_time, self._deadline))
+
+    def _run_other(self, number: int, frame: Any) -> None:
+        if callable(self._other):
+            self._other(number, frame)
+        elif self._other == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def _take_timer(self) -> None:
         """Stop the timer of the other handler; keep its time and interval."""

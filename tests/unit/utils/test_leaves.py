@@ -103,6 +103,60 @@ def test_a_call_with_a_time_limit_keeps_the_timer_of_other_code():
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.fixture
+def alarm_handler():
+    """Install a handler of SIGALRM; afterwards the timer is stopped and the handler of before is installed."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield lambda handler: signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_periodic_timer_that_expires_often_during_a_call_in_c(alarm_handler):
+    calls = []
+    alarm_handler(lambda *_: calls.append(time.monotonic()))
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+
+    @timeout_limit(100.0, use_signals=True)
+    def limited():
+        return sum(range(10**7))
+
+    assert limited() == sum(range(10**7))
+    assert calls
+    assert signal.getitimer(signal.ITIMER_REAL)[1] == pytest.approx(0.01)
+
+
+def test_a_handler_that_installs_itself_again_does_not_end_the_limit(alarm_handler):
+    def handler(*_):
+        alarm_handler(handler)
+
+    alarm_handler(handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+
+    @timeout_limit(0.5, use_signals=True)
+    def limited():
+        time.sleep(10)
+
+    with pytest.raises(TimeoutError):
+        limited()
+    assert signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_equal_limits_name_the_outer_call():
+    @timeout_limit(0.3, use_signals=True)
+    def inner():
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            time.sleep(0.01)
+
+    @timeout_limit(0.2, use_signals=True)
+    def outer():
+        inner()
+
+    with pytest.raises(TimeoutError, match="outer"):
+        outer()
+
+
 def test_the_handler_of_a_timer_may_set_it_again_or_raise():
     def handler(*_):
         times.append(time.monotonic())
