@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
     option(
         "--base-model",
         help="folder or hub name of the base model: to merge adapters into it, or if the checkpoint has no config.json;"
-        " it also provides the files of the tokenizer that the checkpoint does not have",
+        " it also provides the tokenizer if the checkpoint has none, and preprocessing files that the checkpoint lacks",
     )
     option("--dtype", choices=DTYPES, default="auto", help="dtype of the files; auto: that of config.json")
     option("--tolerance", type=float, default=0.0, help="largest difference of values that a comparison accepts")

@@ -12,7 +12,7 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,10 +44,12 @@ from verl.workers.engine.common.hf_export import HFExport, WeightFiles
 
 logger = logging.getLogger(__name__)
 
+# Files of a tokenizer, which belong together, and of other preprocessing.
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken"),
-    *("chat_template*", "*preprocessor_config.json", "processor_config.json"),
+    "chat_template*",
 )
+_PREPROCESSING = ("*preprocessor_config.json", "processor_config.json")
 _LOG_INTERVAL_S = 5.0
 
 # Obsolete tensors in checkpoints of older models.
@@ -127,29 +129,24 @@ def _check_disk_space(target: Path, size: int) -> None:
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy the files of the tokenizer and of other preprocessing, those that the checkpoint does not have from the base
-    model."""
-    own, base = _tokenizer_files(checkpoint.config_folder), _tokenizer_files(checkpoint.base_folder)
-    if _has_chat_template(own):  # a template in another file would take precedence over the checkpoint's
-        base = {name: path for name, path in base.items() if not name.startswith("chat_template")}
-    files = base | own
+    """Copy the tokenizer of the checkpoint, or of the base model if the checkpoint has none, and the other
+    preprocessing files of both; those of the checkpoint take precedence."""
+    folders = [source for source in (checkpoint.config_folder, checkpoint.base_folder) if source is not None]
+    with_tokenizer = (source for source in folders if any(source.glob("tokenizer*")))
+    source = next(with_tokenizer, checkpoint.config_folder)
+    files = _matching_files(source, _TOKENIZER)
+    for other in reversed(folders):
+        files |= _matching_files(other, _PREPROCESSING)
     for name, path in sorted(files.items()):
         shutil.copyfile(path, folder / name)
     if not any(name.startswith("tokenizer") for name in files):
         logger.warning("no tokenizer found for %s: copy that of the model into the result", checkpoint.folder)
 
 
-def _tokenizer_files(folder: Path | None) -> dict[str, Path]:
+def _matching_files(folder: Path | None, patterns: Sequence[str]) -> dict[str, Path]:
     """Return the files by name."""
-    paths = [path for pattern in _TOKENIZER for path in folder.glob(pattern)] if folder is not None else []
+    paths = [path for pattern in patterns for path in folder.glob(pattern)] if folder is not None else []
     return {path.name: path for path in paths if path.is_file()}
-
-
-def _has_chat_template(files: Mapping[str, Path]) -> bool:
-    config = files.get("tokenizer_config.json")
-    return any(name.startswith("chat_template") for name in files) or (
-        config is not None and bool(json.loads(config.read_bytes()).get("chat_template"))
-    )
 
 
 def _upload(folder: Path, name: str, private: bool) -> None:

@@ -132,28 +132,27 @@ def test_the_tokenizer_of_the_base_model_is_copied_if_the_checkpoint_has_none(mo
     assert all((tmp_path / "merged" / name).read_bytes() == (tmp_path / "base" / name).read_bytes() for name in names)
 
 
-def test_each_preprocessing_file_is_that_of_the_checkpoint_or_else_of_the_base_model(model, tmp_path):
+def test_the_tokenizer_is_a_unit_and_preprocessing_files_are_chosen_one_by_one(model, tmp_path):
     folder = described(write_dtensors(model.state_dict(), tmp_path / "actor"), model.config)
     own, base = folder / "huggingface", tmp_path / "base"
     tiny_tokenizer().save_pretrained(base)
     names = ["preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"]
     for name in [*names, "special_tokens_map.json", "chat_template.jinja", "tokenizer_config.json"]:
         (base / name).write_text('{"of": "base"}')
+    for name in ("special_tokens_map.json", "chat_template.jinja"):
+        (own / name).unlink(missing_ok=True)
     for name in ("processor_config.json", "tokenizer_config.json"):
         (own / name).write_text('{"of": "checkpoint"}')
-    (own / "chat_template.jinja").unlink(missing_ok=True)
 
     def sources(target):
         assert merge(folder, target, "--base-model", str(base)) == 0
         contents = {path.name: path.read_bytes()[:24] for path in target.iterdir()}
         return {name: content.split(b'"')[3] for name, content in contents.items() if content.startswith(b'{"of": ')}
 
-    expected = dict.fromkeys([*names, "special_tokens_map.json", "chat_template.jinja"], b"base")
+    # Special tokens and a template of the base model would replace those in the checkpoint's tokenizer_config.json.
+    expected = dict.fromkeys(names, b"base")
     expected |= dict.fromkeys(["processor_config.json", "tokenizer_config.json"], b"checkpoint")
     assert sources(tmp_path / "merged") == expected
-    (own / "tokenizer_config.json").write_text('{"of": "checkpoint", "chat_template": "{{ messages }}"}')
-    del expected["chat_template.jinja"]  # it would replace the template of the checkpoint
-    assert sources(tmp_path / "with a template") == expected
 
 
 def test_the_help_says_that_the_base_model_provides_the_tokenizer(capsys):
