@@ -230,7 +230,7 @@ def streamed(text):
 
 
 PARSERS = {name: get_parser(name).parse for name in FORMATS}
-PARSERS |= {"search": parse_action, "code": lambda text: plain_code({"code": text}), "stream": streamed}
+PARSERS |= {"search": parse_action, "code": plain_code, "stream": streamed}
 
 
 @pytest.mark.parametrize("name", PARSERS)

@@ -23,8 +23,9 @@ _DEFAULTS = {
     "num_workers": 10,
 }
 # White space is bounded: adjacent unbounded repetitions of it would take quadratic time.
-_OPENING_FENCE = re.compile(r"```[ \t]{0,8}\w{0,32}[ \t]{0,8}\n")
+_OPENING_FENCE = re.compile(r"```[ \t]{0,8}(\w{0,32})[ \t]{0,8}\n")
 _CLOSING_FENCE = re.compile(r"^[ \t]{0,64}```(?!\w)", re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
 # Characters that are parsed to find the end of a block. A text may have closing fences on every line.
 _MAX_PARSED = 200_000
 
@@ -59,8 +60,9 @@ class SandboxFusionTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, None, None]:
-        code, timeout = plain_code(parameters), self.limits.wall_s
+        timeout = self.limits.wall_s
         language = str(parameters.get("language") or self.config["default_language"])
+        code = await asyncio.to_thread(plain_code, str(parameters["code"]), language)  # parsing takes time
         text = await call_user_function(self.execute_code, instance_id, code, timeout, language)
         return ToolResponse(text=str(text)), None, None
 
@@ -78,20 +80,27 @@ def code_schema(description: str) -> OpenAIFunctionToolSchema:
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
-def plain_code(parameters: dict[str, Any]) -> str:
-    """The argument `code`, or, if that is not Python, only the content of its first Markdown code block.
+def plain_code(code: str, language: str = "python") -> str:
+    """The code of a tool call, or, if it is a text with a Markdown code block, only the content of the first block.
 
-    The content may have fences in strings: the block ends at the first closing fence that makes it Python, or, if none
-    does, at the first one.
+    The block must begin or end the text, because programs have fences in strings and comments; a block of Python in the
+    middle must have the tag of Python and be valid. Code that is valid Python is returned unchanged. A block of Python
+    ends at the first closing fence that makes it valid, or, if none does, at the first one.
     """
-    code = str(parameters["code"])
-    opening = _OPENING_FENCE.search(code)
-    if opening is None or _is_python(code):
+    text, is_python = code.strip(), language in _PYTHON
+    opening = _OPENING_FENCE.search(text)
+    if opening is None or (is_python and _is_python(code)):
         return code
-    rest = code[opening.end() :]
-    closings = islice(_CLOSING_FENCE.finditer(rest), 1 + _MAX_PARSED // len(code))
-    blocks = [rest[: closing.start()].removesuffix("\n") for closing in closings] or [rest]
-    return next(filter(_is_python, blocks), blocks[0])
+    rest, begins, has_tag = text[opening.end() :], opening.start() == 0, opening.group(1) in _PYTHON
+    closings = list(islice(_CLOSING_FENCE.finditer(rest), 1 + _MAX_PARSED // len(text) if is_python else None))
+    if not closings:  # the response was cut off
+        return rest if begins or (is_python and has_tag) else code
+    contents = [rest[: closing.start()].removesuffix("\n") for closing in (closings if is_python else closings[-1:])]
+    number = next((number for number, content in enumerate(contents) if is_python and _is_python(content)), None)
+    chosen = contents[number or 0]
+    ends = (closings[number or 0] if is_python else closings[-1]).end() == len(rest)
+    in_the_middle = is_python and has_tag and number is not None
+    return chosen if begins or ends or in_the_middle else code
 
 
 def _is_python(text: str) -> bool:

@@ -62,16 +62,37 @@ BROKEN = "print(1"
         (f"Broken:\n```python\n{BROKEN}", BROKEN),
         ("# ```\nprint(1)\n# ```\n", "# ```\nprint(1)\n# ```\n"),
         ("no code at all", "no code at all"),
+        (f"{README}(", f"{README}("),  # the model must see the syntax error
+        (f"!pip install x\n{README}", f"!pip install x\n{README}"),
+        (f"{README[:20]}", f"{README[:20]}"),
+        ("Here:\n```\nprint(1)\n```", "print(1)"),
     ],
 )
 def test_a_code_block_is_taken_out_of_its_text_but_not_out_of_a_program(code, expected):
-    assert plain_code({"code": code}) == expected
+    assert plain_code(code) == expected
+
+
+BASH = "cat > README.md <<'EOF'\n```\nmake\n```\nEOF\nls"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (BASH, BASH),
+        (f"```bash\n{BASH}\n```", BASH),
+        ("Run:\n```bash\nls\n```", "ls"),
+        ("```bash\nls", "ls"),
+        ("/**\n * ```js\n * f()\n * ```\n */\nf()", "/**\n * ```js\n * f()\n * ```\n */\nf()"),
+    ],
+)
+def test_programs_in_other_languages_keep_their_fences(code, expected):
+    assert plain_code(code, "bash") == expected
 
 
 def test_a_code_block_with_many_closing_fences_is_not_parsed_for_each():
     program = "x = 1\n" * 20_000 + "("
     began = time.monotonic()
-    assert plain_code({"code": f"```\n{program}\n" + "```\n" * 1000}) == program
+    assert plain_code(f"```\n{program}\n" + "```\n" * 1000) == program
     assert time.monotonic() - began < 20
 
 
