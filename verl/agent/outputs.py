@@ -20,6 +20,7 @@ import numpy as np
 from verl.agent.loop import AgentLoopOutput, TrajectoryFailed
 from verl.types.request import combine_calls
 from verl.types.trajectory import Row, Status, Trajectory, Turn
+from verl.utils.import_utils import describe_error
 from verl.workers.rollout.call_trace import CallTrace, ModelCall
 
 __all__ = ["RowLimits", "build_trajectory", "derive_messages", "failed_trajectory"]
@@ -83,7 +84,7 @@ def failed_trajectory(
         "failures": {error.kind if isinstance(error, TrajectoryFailed) else "loop": 1},
         "unmatched_tokens": 0,
         "status": "failed",
-        "error": f"{type(error).__name__}: {error}",
+        "error": describe_error(error),
     }
     extra = {"num_turns": len(trace.calls), "agent_metrics": metrics}
     row, _ = _build_row(last_context, _CallIndex(trace.calls))

@@ -40,7 +40,8 @@ class ArgumentCheck:
         except SchemaError as error:
             where = "".join(f".{part}" for part in error.absolute_path)
             raise ValueError(f"tool_schema.function.parameters{where}: {error.message}.") from error
-        schema = _without_patterns(parameters) if tool.schema_is_remote else parameters
+        has_patterns = any(f'"{name}"' in json.dumps(parameters, default=str) for name in _PATTERN_KEYS)
+        schema = _without_patterns(parameters) if tool.schema_is_remote and has_patterns else parameters
         self._validator = Draft202012Validator(_expand_nullable(schema))
 
     def parse(self, text: str) -> dict[str, Any]:
@@ -82,13 +83,13 @@ def _signature(parameters: Mapping[str, Any]) -> str:
     return "{" + ", ".join(arguments) + "}"
 
 
-# Keys of JSON Schema: with regular expressions; that depend on patternProperties; that accept less if the schemas below
-# them accept more; with a mapping from names to schemas; with plain values.
+# Keys of JSON Schema: with regular expressions; that accept less if other schemas accept more; that accept less if the
+# schemas below them accept more; with a mapping from names to schemas; with plain values.
 _PATTERN_KEYS = ("pattern", "patternProperties")
-_CLOSING_KEYS = ("additionalProperties", "unevaluatedProperties")
+_UNEVALUATED_KEYS = ("unevaluatedProperties", "unevaluatedItems")
 _INVERTING_KEYS = ("not", "if", "oneOf", "contains")
-_MAPPING_KEYS = ("properties", "$defs", "definitions", "dependentSchemas")
-_VALUE_KEYS = ("enum", "const", "default", "examples")
+_MAPPING_KEYS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUE_KEYS = ("enum", "const", "default", "examples", "dependentRequired")
 
 
 def _without_patterns(schema: Any) -> Any:
@@ -102,12 +103,19 @@ def _without_patterns(schema: Any) -> Any:
         return schema
     kept: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in _PATTERN_KEYS or (name in _CLOSING_KEYS and "patternProperties" in schema):
+        if name in (*_PATTERN_KEYS, *_UNEVALUATED_KEYS):
+            continue
+        if name == "additionalProperties" and "patternProperties" in schema:
             continue
         plain = _map_schemas(name, value, _without_patterns)
-        if name not in _INVERTING_KEYS or plain == value:
+        if name not in _INVERTING_KEYS or (plain == value and not _has_reference(value)):
             kept[name] = plain
     return kept
+
+
+def _has_reference(schema: Any) -> bool:
+    """Whether a part of the schema is defined elsewhere, where patterns may be removed."""
+    return any(f'"{name}"' in json.dumps(schema, default=str) for name in ("$ref", "$dynamicRef"))
 
 
 def _map_schemas(name: str, value: Any, function: Callable[[Any], Any]) -> Any:

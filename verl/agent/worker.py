@@ -38,6 +38,7 @@ from verl.types.request import Output, output_since
 from verl.types.trajectory import Trajectory
 from verl.utils.end_tokens import find_end_tokens
 from verl.utils.fs import resolve_model_path
+from verl.utils.import_utils import describe_error
 from verl.utils.progress import pulse
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.call_trace import CallTrace, tracing
@@ -243,7 +244,7 @@ class AgentHost(LoopHost):
         self._traces.pop(task, None)
         error = None if running.cancelled() else running.exception()
         if error is not None and not (task.cancelled or self._closed):
-            self._fail(f"{type(error).__name__} in trajectory {task.name}")
+            logger.error("trajectory %s has no result", task.name, exc_info=error)
 
     def _abort(self, tasks: Sequence[RolloutTask]) -> None:
         if tasks:
@@ -308,7 +309,7 @@ class AgentHost(LoopHost):
                 row.messages = derive_messages(row, prompts, trace.rendered_messages, self._worker.tokenizer)
 
     def _failed(self, job: RolloutJob, task: RolloutTask, trace: CallTrace, error: BaseException) -> Trajectory:
-        kind = f"{type(error).__name__}: {error}"
+        kind = describe_error(error)
         if not self._failures[kind]:
             logger.warning("agent loop of trajectory %s failed: %s", task.name, kind, exc_info=error)
         self._failures[kind] += 1

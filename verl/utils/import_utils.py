@@ -290,6 +290,14 @@ def error_text(error: Exception) -> str:
     return str(error).rstrip(". ") or type(error).__name__
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the type and the message of an error; only the type if the error cannot be converted to text."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - the classes of errors are user code, too
+        return type(error).__name__
+
+
 def yaml_problem(error: yaml.MarkedYAMLError) -> str:
     """Return line, column and cause of an error in a YAML file, in one line."""
     mark = error.problem_mark or error.context_mark

@@ -250,6 +250,18 @@ def remote_check(parameters: dict[str, Any]) -> ArgumentCheck:
         ({"properties": {"word": {"not": {"pattern": "^b"}}}}, {"word": "a"}),
         ({"properties": {"word": {"oneOf": [{"pattern": "^a"}, {"pattern": "^b"}]}}}, {"word": "a"}),
         ({"properties": {"word": {"if": {"pattern": "^b"}, "then": False}}}, {"word": "a"}),
+        (
+            {
+                "$defs": {"a": {"pattern": "^a"}, "b": {"pattern": "^b"}},
+                "properties": {"word": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}},
+            },
+            {"word": "a"},
+        ),
+        ({"allOf": [{"patternProperties": {"^x": {}}}], "unevaluatedProperties": False}, {"x1": 1}),
+        (
+            {"properties": {"words": {"contains": {"pattern": "^b"}, "unevaluatedItems": False}}},
+            {"words": ["b"]},
+        ),
     ],
 )
 def test_a_remote_schema_without_its_patterns_accepts_what_it_accepted(parameters: Any, arguments: dict[str, Any]):

@@ -118,10 +118,9 @@ def test_a_loop_that_raises_costs_its_own_trajectory(two: AgentSetup, task: dict
     assert answers.batch["response_mask"][::2].any(-1).all()
 
 
-def test_a_failure_that_cannot_be_recorded_ends_the_call(task: dict[str, str], tmp_path: Path):
-    setup = make_agent_setup(task, tmp_path, "data.max_response_length=24")
-    with pytest.raises(WorkerCallError, match="AttributeError in trajectory"):
-        setup.generate(prompts_of(task, 1, f"{HERE}.UnprintableFailureLoop"))
+def test_an_error_without_readable_text_costs_its_own_trajectory(two: AgentSetup, task: dict[str, str]):
+    answers = two.generate(prompts_of(task, 1, f"{HERE}.UnprintableFailureLoop"))
+    assert [each["error"] for each in metrics(answers)] == ["UnprintableError"] * 2
 
 
 def test_what_an_engine_refuses_costs_who_asked(task: dict[str, str], tmp_path: Path):

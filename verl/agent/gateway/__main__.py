@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import sys
 import threading
@@ -48,19 +49,18 @@ _IDLE_CHECK_S = 30.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal; exit code 2 if the server cannot start with these options."""
+    """Serve until a signal; exit code 2 if the server cannot start with these options, 1 if sessions were lost."""
     options = _parser().parse_args(arguments)
     setup_logging()
     use_single_heap()
     try:
-        _serve(options)
+        return _serve(options)
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{in_options(str(error))}\n")
         return 2
-    return 0
 
 
-def _serve(options: argparse.Namespace) -> None:
+def _serve(options: argparse.Namespace) -> int:
     with bind_socket(options.host, options.port) as bound:
         if options.api_key is None:
             warn_if_public(bound, "Set --api-key (or VERL_API_KEY), or leave out --host.")
@@ -74,6 +74,7 @@ def _serve(options: argparse.Namespace) -> None:
             run_event_loop(
                 gateway.serve(create_server(gateway.app, loaded.description, limits, "/sessions/<name>"), bound)
             )
+            return 1 if gateway.lost_sessions else 0
 
 
 class Gateway:
@@ -82,6 +83,8 @@ class Gateway:
     def __init__(self, loaded: LoadedModel, model: Model, options: argparse.Namespace) -> None:
         self._loaded, self._out, self._idle_s = loaded, options.out, 60.0 * options.session_idle_minutes
         self._writing = threading.Lock()
+        self.lost_sessions = 0
+        """Number of sessions that could not be written."""
         limits = {"max_turns": options.max_session_turns, "max_bytes": options.max_session_mb * 2**20}
         self._sessions = Sessions(lambda name: GatewaySession(name, self._generate, **limits), options.max_sessions)
         self.app = GatewayApp(
@@ -115,6 +118,7 @@ class Gateway:
             try:
                 await self._write(session)
             except OSError:  # the other sessions must still be closed
+                self.lost_sessions += 1
                 logger.exception("session %s is lost: it could not be written to %s", session.name, self._out)
 
     async def _generate(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -131,9 +135,15 @@ class Gateway:
             await asyncio.to_thread(self._append, session.state())
 
     def _append(self, state: dict[str, Any]) -> None:
-        with self._writing, self._out.open("a", encoding="utf-8") as file:
-            file.writelines(json_pieces(state))
-            file.write("\n")
+        with self._writing:
+            size = self._out.stat().st_size
+            try:
+                with self._out.open("a", encoding="utf-8") as file:
+                    file.writelines(json_pieces(state))
+                    file.write("\n")
+            except OSError:
+                os.truncate(self._out, size)  # half of a line would make the next one invalid, too
+                raise
 
 
 def _parser() -> argparse.ArgumentParser:
