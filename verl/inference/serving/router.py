@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from verl.utils.http_server.app import HttpError, create_app, request_body
 __all__ = ["Router", "least_busy"]
 
 _MAX_BODY_BYTES = 64 * 2**20
+# Characters that a request line may contain.
+_TARGET = re.compile(rb"[\x21-\x7e]+")
 _RESPONSE_HEADERS = ("content-type", "content-length", "cache-control", "retry-after")
 
 
@@ -42,6 +45,10 @@ class Router:
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False)
         if not self.servers:
             raise HttpError(503, "no server has been started yet.")
+        # As received: `path` is percent-decoded, and has no query; `httpx.URL` would change escapes and dots.
+        target = b"?".join(part for part in (request.scope["raw_path"], request.scope["query_string"]) if part)
+        if not _TARGET.fullmatch(target):
+            raise HttpError(400, "the path of the request contains characters that must be percent-encoded.")
         server = least_busy(list(self.servers), self._in_flight)
         headers = {
             "content-type": request.headers.get("content-type", ""),
@@ -50,8 +57,6 @@ class Router:
         }
         self._in_flight[server] += 1
         try:
-            # As received: `path` is percent-decoded, and has no query; `httpx.URL` would change escapes and dots.
-            target = b"?".join(part for part in (request.scope["raw_path"], request.scope["query_string"]) if part)
             url, body = f"http://{server}/", bytes(request_body(request))
             forwarded = self._client.build_request(
                 request.method, url, content=body, headers=headers, extensions={"target": target}
@@ -59,8 +64,6 @@ class Router:
             response = await self._client.send(forwarded, stream=True)
         except BaseException as error:
             self._in_flight[server] -= 1
-            if isinstance(error, httpx.InvalidURL | httpx.LocalProtocolError):
-                raise HttpError(400, f"the request cannot be forwarded: {error}.") from error
             if isinstance(error, httpx.TransportError):
                 raise HttpError(503, f"{server} does not respond: {error!r}") from error
             raise
