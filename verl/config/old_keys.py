@@ -176,23 +176,31 @@ def _whole_number(value: Any) -> int:
 def _read_number(
     values: Mapping[str, Any], report: Report, key: str, kind: Callable[[Any], int] = _whole_number
 ) -> int | None:
-    """Return the value of `key` in `values`, with `${…}` resolved, as a number; a missing value counts as 0.
+    """Return the value of `key` in `values`, with `${…}` resolved, as a number. A missing value counts as 0; one of
+    the keys to convert as None.
 
     Returns None if it is not a number, and reports that unless the key belongs to the schema: its type is checked with
     the other keys.
     """
     value: Any = values
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
+        if not isinstance(value, str):  # text: an interpolation of the block
+            value = value.get(name) if isinstance(value, Mapping) else None
+    is_popped = key in (_THRESHOLD, _TOTAL_PROMPTS)
     try:
         if "${" in str(value):
             value = OmegaConf.select(OmegaConf.create(dict(values)), key, throw_on_missing=True)
-        return kind(value) if value is not None else 0
-    except (TypeError, ValueError, OverflowError, OmegaConfBaseException) as error:
-        if key in (_THRESHOLD, _TOTAL_PROMPTS) or (key in _OLD_FACTORS and "${" not in str(value)):
-            why = f"cannot be resolved ({error})" if isinstance(error, OmegaConfBaseException) else "is not a number"
-            report.problem(key, value, why.replace("\n", " "), "Set a number, or leave it out")
-        return None
+        if value is None:
+            return None if is_popped else 0
+        return kind(value)
+    except OmegaConfBaseException as error:
+        if is_popped and error.full_key in (key, None):  # other keys are reported when all are resolved
+            why = f"cannot be resolved ({str(error).splitlines()[0].strip()})"
+            report.problem(key, value, why, "Correct the expression in ${…}, or set a number")
+    except (TypeError, ValueError, OverflowError):
+        if is_popped or key in _OLD_FACTORS:
+            report.problem(key, value, "is not a number", "Set a number, or leave it out")
+    return None
 
 
 def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:

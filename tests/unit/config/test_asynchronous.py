@@ -143,6 +143,21 @@ def test_a_batch_size_given_by_an_interpolation_does_not_prevent_conversions(key
     assert batch_size == (256 if key.startswith("data.") else load().data.train_batch_size)
 
 
+def test_an_interpolated_block_is_resolved_and_null_counts_as_not_set():
+    mine = {"train_files": ["a.parquet"], "train_batch_size": 128}
+    config = load_config(
+        {
+            "data": "${actor_rollout_ref.model.override_config.mine}",
+            "actor_rollout_ref": {"model": {"path": "org/model", "override_config": {"mine": mine}}},
+            "rollout": {"total_rollout_steps": 256},
+        },
+        check_files=False,
+    )
+    assert config.trainer.total_training_steps == 2
+    unset = load("async_training.staleness_threshold=${data.val_batch_size}", "trainer.mode=async")
+    assert unset.trainer.max_staleness == load("trainer.mode=async").trainer.max_staleness
+
+
 def test_an_invalid_batch_size_does_not_hide_other_problems():
     with pytest.raises(ConfigError) as error:
         load("data.train_batch_size=some", "async_training.staleness_threshold=inf", "rollout.total_rollout_steps=1.5")
