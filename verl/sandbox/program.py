@@ -338,12 +338,23 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _print_traceback(error: BaseException) -> None:
-    """Write the traceback to stderr, without the frames of this module."""
+    """Write the traceback to stderr."""
+    _write_error(_format_traceback(error))
+
+
+def _format_traceback(error: BaseException) -> str:
+    """Format the traceback without the frames of this module. Calls `__str__` of the error, which is user code."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_globals.get("__name__") == __name__:
         frame = frame.tb_next
+    with contextlib.suppress(MemoryError):
+        return "".join(traceback.format_exception(type(error), error, frame))
+    return f"{type(error).__name__}\n"
+
+
+def _write_error(text: str) -> None:
     with contextlib.suppress(OSError, ValueError, MemoryError):
-        sys.stderr.write("".join(traceback.format_exception(type(error), error, frame)))
+        sys.stderr.write(text)
         sys.stderr.flush()
 
 
@@ -381,28 +392,26 @@ def _run_cell(
     The report is only one byte, because the cell's code can write to the channel, too.
     """
     report: bytes | None = None
-    error: BaseException | None = None
+    message = ""
     while True:
         try:
             if report is None:
                 signal.signal(signal.SIGINT, sigint_handler)
                 cells.sendall(STARTED)
-                report, error = _execute_cell(source, name, namespace)
+                report, message = _execute_cell(source, name, namespace)
             following = signal.signal(signal.SIGINT, _ignore_signal)
             break
-        except KeyboardInterrupt as interrupt:  # at the end of the cell, or after it
+        except KeyboardInterrupt as interrupt:  # at the end of the cell, while its error was formatted, or later
             if report is None:
-                report, error = ERROR, interrupt
-    if error is not None:
-        _print_traceback(error)
-        error = None  # its frames refer to objects of the cell
+                report, message = ERROR, f"{type(interrupt).__name__}\n"
+    _write_error(message)  # interrupts are ignored: they would cut it
     # None: not installed by Python, which cannot install it again. SIG_DFL is false.
     return report, signal.default_int_handler if following is None else following
 
 
-def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> tuple[bytes, BaseException | None]:
+def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> tuple[bytes, str]:
     """Execute a cell and print the value of its last expression, as the interactive prompt does; return the report and
-    the exception that ended the cell."""
+    the traceback of the exception that ended the cell."""
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     try:
         tree = ast.parse(source, name)
@@ -411,7 +420,7 @@ def _execute_cell(source: str, name: str, namespace: dict[str, Any]) -> tuple[by
         if last is not None:
             exec(compile(last, name, "single", dont_inherit=True), namespace)
     except MemoryError as error:
-        return MEMORY, error
+        return MEMORY, _format_traceback(error)
     except BaseException as error:  # noqa: BLE001 - SystemExit and an interrupt end the cell, too, not the session
-        return ERROR, error
-    return FINISHED, None
+        return ERROR, _format_traceback(error)
+    return FINISHED, ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import signal
 import socket
 
@@ -26,16 +28,27 @@ def test_the_next_cell_has_the_handler_that_the_cell_has_set(run, name):
     assert run(f"import signal; signal.signal(signal.SIGINT, signal.{name})") == (FINISHED, handler)
 
 
-def test_an_interrupt_does_not_cut_the_traceback(run, capsys):
+def test_an_interrupt_does_not_cut_the_traceback(run, monkeypatch):
+    class InterruptedStream(io.StringIO):
+        def write(self, text):
+            os.kill(os.getpid(), signal.SIGINT)
+            return super().write(text)
+
+    stderr = InterruptedStream()
+    monkeypatch.setattr("sys.stderr", stderr)
+    assert run("raise ValueError('the whole text')")[0] == ERROR
+    assert stderr.getvalue().endswith("ValueError: the whole text\n")
+    assert "KeyboardInterrupt" not in stderr.getvalue()
+
+
+def test_an_interrupt_ends_the_formatting_of_an_error(run, capsys):
     source = """
-import os, signal
-class Interrupted(Exception):
+import os, signal, time
+class Slow(Exception):
     def __str__(self):
         os.kill(os.getpid(), signal.SIGINT)
-        return "the whole text"
-raise Interrupted
+        time.sleep(60)
+raise Slow
 """
     assert run(source)[0] == ERROR
-    stderr = capsys.readouterr().err
-    assert stderr.endswith("Interrupted: the whole text\n")
-    assert "KeyboardInterrupt" not in stderr
+    assert "Slow" in capsys.readouterr().err
