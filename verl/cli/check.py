@@ -78,7 +78,7 @@ def check_training(config: PPOConfig, rows: int, scored: int, output: ReportOutp
     for module in config.external_libs:
         try:
             importlib.import_module(module)
-        except Exception as error:  # the user's module may raise anything
+        except (Exception, SystemExit) as error:  # the user's module may raise anything
             raise ValueError(f"external_libs: {module}: {type(error).__name__}: {error}.") from error
     get_custom_reward_fn(config)  # its file may register the format of right answers
     model = config.actor_rollout_ref.model

@@ -66,7 +66,7 @@ class DataConfig(Block):
     max_obs_length: int = key("Search agent: largest number of tokens of search results per turn.", min=1)
     filter_overlong_prompts: bool = key("Drop prompts longer than max_prompt_length before training.")
     truncation: str = key(
-        "Prompts longer than max_prompt_length: raise an error, or cut tokens left, right or in the middle.",
+        "Prompts longer than max_prompt_length: raise an error, or cut tokens on the left, right or in the middle.",
         choices=("error", "left", "right", "middle"),
     )
     shuffle: bool = key("Shuffle the training prompts every epoch.")

@@ -212,7 +212,7 @@ class ProcessPool:
         self._close_processes()
         for worker in self.workers.values():
             if worker.tasks:
-                self._retry(worker.tasks.popleft(), "was lost with the fork server")
+                self._retry(worker.tasks.popleft(), "ended with the fork server")
             self._requeue(worker, keep=0)
         self.workers.clear()
         self._start_server()
