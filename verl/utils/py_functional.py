@@ -99,9 +99,9 @@ def _run_with_alarm(call: Callable[[], T], seconds: float, name: str) -> T:
     if other is None:  # not installed by Python, which could not restore it
         return _run_in_thread(call, seconds, name)
     alarm = _Alarm(other, seconds, name)
-    alarm.start()
     try:
         try:
+            alarm.start()
             return call()
         finally:
             alarm.disable()
@@ -157,7 +157,7 @@ class _Alarm:
         # The signal may be late by more than one interval: Python calls handlers between instructions only.
         missed = (now - self._other_time) // interval if interval else 0
         self._set_timer(self._other_time + interval * (missed + 1) if interval else math.inf, interval)
-        self._in_other = True
+        self._in_other, installed = True, signal.getsignal(number)  # this alarm, or that of a call within this one
         try:
             self._run_other(number, frame)
         except BaseException:
@@ -167,9 +167,9 @@ class _Alarm:
         finally:
             self._in_other = False
             self._take_timer()
-            if (installed := signal.getsignal(number)) is not self:
-                self._other = installed
-                signal.signal(number, self)
+            if (replaced := signal.getsignal(number)) is not installed:
+                self._other = replaced
+                signal.signal(number, installed)
             self._set_timer(min(self._other_time, self._deadline))
 
     def _run_other(self, number: int, frame: Any) -> None:

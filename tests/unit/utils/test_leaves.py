@@ -142,6 +142,32 @@ def test_a_handler_that_installs_itself_again_does_not_end_the_limit(alarm_handl
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
+@pytest.mark.parametrize("levels", [2, 3])
+@pytest.mark.parametrize("installs_itself", [False, True])
+def test_nested_limits_keep_a_periodic_timer(alarm_handler, levels, installs_itself):
+    calls = []
+
+    def handler(*_):
+        calls.append(time.monotonic())
+        if installs_itself:
+            alarm_handler(handler)
+
+    def nested(level):
+        if level:
+            timeout_limit(100.0, use_signals=True)(nested)(level - 1)
+        else:
+            end = time.monotonic() + 0.5
+            while time.monotonic() < end:
+                time.sleep(0.01)
+
+    alarm_handler(handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    nested(levels)
+    assert 2 <= len(calls) <= 5
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL)[1] == pytest.approx(0.1)
+
+
 def test_equal_limits_name_the_outer_call():
     @timeout_limit(0.3, use_signals=True)
     def inner():
