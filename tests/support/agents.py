@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.support.training_harness import overrides
-from verl.agent.loop import AgentLoopBase, AgentLoopOutput
+from verl.agent.loop import AgentLoopBase, AgentLoopOutput, TrajectoryFailed
 from verl.agent.toolbox import ToolFiles
 from verl.agent.worker import AgentHost, AgentLoopWorker
 from verl.config import PPOConfig, load_config
@@ -98,6 +98,20 @@ class UnprintableFailureLoop(TwoTurns):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         raise UnprintableError
+
+
+class UnhashableKindLoop(TwoTurns):
+    """Raises an error whose kind cannot be counted."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise TrajectoryFailed("a failure", kind=["no", "text"])  # type: ignore[arg-type]
+
+
+class ExitingLoop(TwoTurns):
+    """Ends like a program."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise SystemExit(3)
 
 
 class UnsupportedParamsLoop(TwoTurns):

@@ -237,14 +237,20 @@ class AgentHost(LoopHost):
         for task in tasks:
             if not (self._closed or task.cancelled):
                 running = self._running[task] = asyncio.create_task(self._trajectory(job, task))
-                running.add_done_callback(partial(self._on_done, task))
+                running.add_done_callback(partial(self._on_done, job, task))
 
-    def _on_done(self, task: RolloutTask, running: asyncio.Task[None]) -> None:
+    def _on_done(self, job: RolloutJob, task: RolloutTask, running: asyncio.Task[None]) -> None:
         self._running.pop(task)
         self._traces.pop(task, None)
         error = None if running.cancelled() else running.exception()
         if error is not None and not (task.cancelled or self._closed):
-            logger.error("trajectory %s has no result", task.name, exc_info=error)
+            logger.error("the failure of trajectory %s could not be recorded", task.name, exc_info=error)
+            row, cause = task.trajectory, RuntimeError(type(error).__name__)
+            trace = CallTrace.for_sample(job.seed, task.step, row.uid, row.sample_index)
+            limit = job.params.max_new_tokens
+            self._on_finished(
+                job, task, failed_trajectory(cause, trace, row.uid, row.sample_index, task.prompt_ids, limit)
+            )
 
     def _abort(self, tasks: Sequence[RolloutTask]) -> None:
         if tasks:
@@ -281,8 +287,8 @@ class AgentHost(LoopHost):
                 limits = RowLimits(task.limit, worker.rollout_config.max_model_len)
                 trajectory = build_trajectory(outputs, trace, row.uid, row.sample_index, limits)
                 self._set_messages(trajectory, task, trace)
-            except (Exception, asyncio.CancelledError) as error:  # fails only this trajectory; counted in metrics
-                if self._closed or task.cancelled:
+            except BaseException as error:  # also SystemExit; fails only this trajectory; counted in metrics
+                if self._closed or task.cancelled or isinstance(error, GeneratorExit | KeyboardInterrupt):
                     raise
                 trajectory = self._failed(job, task, trace, error)
             finally:

@@ -118,9 +118,17 @@ def test_a_loop_that_raises_costs_its_own_trajectory(two: AgentSetup, task: dict
     assert answers.batch["response_mask"][::2].any(-1).all()
 
 
-def test_an_error_without_readable_text_costs_its_own_trajectory(two: AgentSetup, task: dict[str, str]):
-    answers = two.generate(prompts_of(task, 1, f"{HERE}.UnprintableFailureLoop"))
-    assert [each["error"] for each in metrics(answers)] == ["UnprintableError"] * 2
+@pytest.mark.parametrize(
+    ("loop", "error"),
+    [
+        ("UnprintableFailureLoop", "UnprintableError"),
+        ("UnhashableKindLoop", "RuntimeError: TypeError"),
+        ("ExitingLoop", "SystemExit: 3"),
+    ],
+)
+def test_a_failure_of_any_kind_costs_its_own_trajectory(two: AgentSetup, task: dict[str, str], loop: str, error: str):
+    answers = two.generate(prompts_of(task, 1, f"{HERE}.{loop}"))
+    assert [each["error"] for each in metrics(answers)] == [error] * 2
 
 
 def test_what_an_engine_refuses_costs_who_asked(task: dict[str, str], tmp_path: Path):
