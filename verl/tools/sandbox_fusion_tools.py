@@ -24,6 +24,9 @@ _DEFAULTS = {
 }
 # White space is bounded: adjacent unbounded repetitions of it would take quadratic time.
 _OPENING_FENCE = re.compile(r"```[ \t]{0,8}(\w{0,32})[ \t]{0,8}\n")
+_TAGGED_FENCE = re.compile(r"^```\w{1,32}[ \t]{0,8}\n", re.MULTILINE)
+# Text that ends with a complete line and has no triple quotes, between which a program could have a fence.
+_PROSE = re.compile(r"(?:(?!\"\"\"|''')[\s\S])*\n[ \t]{0,64}")
 _CLOSING_FENCE = re.compile(r"^[ \t]{0,64}```(?!\w)", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 # Characters that are parsed to find the end of a block. A text may have closing fences on every line.
@@ -83,24 +86,35 @@ def code_schema(description: str) -> OpenAIFunctionToolSchema:
 def plain_code(code: str, language: str = "python") -> str:
     """The code of a tool call, or, if it is a text with a Markdown code block, only the content of the first block.
 
-    The block must begin or end the text, because programs have fences in strings and comments; a block of Python in the
-    middle must have the tag of Python and be valid. Code that is valid Python is returned unchanged. A block of Python
-    ends at the first closing fence that makes it valid, or, if none does, at the first one.
+    Programs have fences in strings and comments, too: valid Python is returned unchanged; otherwise the block must
+    begin or end the text, or have the tag of Python, on a line of its own outside of a string.
     """
-    text, is_python = code.strip(), language in _PYTHON
+    is_python, text = language.lower() in _PYTHON, code.strip()
     opening = _OPENING_FENCE.search(text)
     if opening is None or (is_python and _is_python(code)):
         return code
-    rest, begins, has_tag = text[opening.end() :], opening.start() == 0, opening.group(1) in _PYTHON
-    closings = list(islice(_CLOSING_FENCE.finditer(rest), 1 + _MAX_PARSED // len(text) if is_python else None))
-    if not closings:  # the response was cut off
-        return rest if begins or (is_python and has_tag) else code
-    contents = [rest[: closing.start()].removesuffix("\n") for closing in (closings if is_python else closings[-1:])]
-    number = next((number for number, content in enumerate(contents) if is_python and _is_python(content)), None)
-    chosen = contents[number or 0]
-    ends = (closings[number or 0] if is_python else closings[-1]).end() == len(rest)
-    in_the_middle = is_python and has_tag and number is not None
-    return chosen if begins or ends or in_the_middle else code
+    before, rest = text[: opening.start()], text[opening.end() :]
+    closing = _closing_fence(rest, is_python)
+    content = rest if closing is None else rest[: closing.start()].removesuffix("\n")
+    if not before or (closing is not None and closing.end() == len(rest)):
+        return content
+    has_tag = is_python and opening.group(1) in _PYTHON and _PROSE.fullmatch(before) is not None
+    return content if has_tag and (closing is None or _is_python(content)) else code
+
+
+def _closing_fence(rest: str, is_python: bool) -> re.Match[str] | None:
+    """The end of a block: the first fence that makes it valid Python, or, if none does, the first one. In another
+    language the last one before another block. None: the text was cut off before it."""
+    if is_python:
+        closings = list(islice(_CLOSING_FENCE.finditer(rest), 1 + _MAX_PARSED // (len(rest) + 1)))
+        valid = (closing for closing in closings if _is_python(rest[: closing.start()]))
+        return next(valid, closings[0] if closings else None)
+    following = _TAGGED_FENCE.search(rest)
+    last = None
+    for closing in _CLOSING_FENCE.finditer(rest):
+        if last is None or following is None or closing.start() < following.start():
+            last = closing
+    return last
 
 
 def _is_python(text: str) -> bool:

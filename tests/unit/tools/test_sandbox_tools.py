@@ -46,6 +46,7 @@ async def said(session, code):
 
 
 README = 'text = """\n```\nx = 1\n```\n"""\nprint(text)'
+TAGGED = "prompt = '''Write:\n```python\nprint(1)\n```\n'''\nmain(prompt)"
 BROKEN = "print(1"
 
 
@@ -66,6 +67,9 @@ BROKEN = "print(1"
         (f"!pip install x\n{README}", f"!pip install x\n{README}"),
         (f"{README[:20]}", f"{README[:20]}"),
         ("Here:\n```\nprint(1)\n```", "print(1)"),
+        (f"!pip install x\n{TAGGED}", f"!pip install x\n{TAGGED}"),
+        (f"{TAGGED}(", f"{TAGGED}("),
+        (f"{TAGGED[:30]}", f"{TAGGED[:30]}"),
     ],
 )
 def test_a_code_block_is_taken_out_of_its_text_but_not_out_of_a_program(code, expected):
@@ -82,11 +86,16 @@ BASH = "cat > README.md <<'EOF'\n```\nmake\n```\nEOF\nls"
         (f"```bash\n{BASH}\n```", BASH),
         ("Run:\n```bash\nls\n```", "ls"),
         ("```bash\nls", "ls"),
+        ("```bash\nls\n```\nthen\n```bash\npwd\n```", "ls"),
         ("/**\n * ```js\n * f()\n * ```\n */\nf()", "/**\n * ```js\n * f()\n * ```\n */\nf()"),
     ],
 )
 def test_programs_in_other_languages_keep_their_fences(code, expected):
     assert plain_code(code, "bash") == expected
+
+
+def test_the_name_of_a_language_is_case_insensitive():
+    assert plain_code(README, "Python") == README
 
 
 def test_a_code_block_with_many_closing_fences_is_not_parsed_for_each():
