@@ -8,6 +8,7 @@ from typing import Any
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
+from referencing.exceptions import Unresolvable
 
 from verl.tools.base_tool import BaseTool
 
@@ -42,6 +43,7 @@ class ArgumentCheck:
             raise ValueError(f"tool_schema.function.parameters{where}: {error.message}.") from error
         has_patterns = any(f'"{name}"' in json.dumps(parameters, default=str) for name in _PATTERN_KEYS)
         schema = _without_patterns(parameters) if tool.schema_is_remote and has_patterns else parameters
+        self._is_partial = schema is not parameters
         self._validator = Draft202012Validator(_expand_nullable(schema))
 
     def parse(self, text: str) -> dict[str, Any]:
@@ -53,7 +55,12 @@ class ArgumentCheck:
         if not isinstance(arguments, dict):
             problem = f"expected an object of names and values, found {type(arguments).__name__}"
             raise CallFailed(f"Invalid JSON in arguments for '{self.name}': {problem}", "malformed")
-        problems = [_describe(error) for error in self._validator.iter_errors(arguments)]
+        try:
+            problems = [_describe(error) for error in self._validator.iter_errors(arguments)]
+        except Unresolvable:
+            if not self._is_partial:
+                raise
+            return arguments  # a reference to a part that was removed; the remote tool checks them itself
         if problems:
             more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
             listed = "; ".join(problems[:_MAX_PROBLEMS]) + more

@@ -259,6 +259,15 @@ def remote_check(parameters: dict[str, Any]) -> ArgumentCheck:
         ),
         ({"allOf": [{"patternProperties": {"^x": {}}}], "unevaluatedProperties": False}, {"x1": 1}),
         (
+            {
+                "properties": {
+                    "a": {"oneOf": [{"type": "string", "pattern": "^a"}, {"type": "integer"}]},
+                    "b": {"$ref": "#/properties/a/oneOf/1"},
+                }
+            },
+            {"b": 1},
+        ),
+        (
             {"properties": {"words": {"contains": {"pattern": "^b"}, "unevaluatedItems": False}}},
             {"words": ["b"]},
         ),
