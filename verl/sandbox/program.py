@@ -347,9 +347,12 @@ def _format_traceback(error: BaseException) -> str:
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_globals.get("__name__") == __name__:
         frame = frame.tb_next
-    with contextlib.suppress(MemoryError):
+    try:
         return "".join(traceback.format_exception(type(error), error, frame))
-    return f"{type(error).__name__}\n"
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001 - attributes of the error and handlers of signals are user code
+        return f"{type(error).__name__}\n"
 
 
 def _write_error(text: str) -> None:
@@ -401,7 +404,7 @@ def _run_cell(
                 report, message = _execute_cell(source, name, namespace)
             following = signal.signal(signal.SIGINT, _ignore_signal)
             break
-        except KeyboardInterrupt as interrupt:  # at the end of the cell, while its error was formatted, or later
+        except BaseException as interrupt:  # noqa: BLE001 - of a signal at the end of the cell, or later
             if report is None:
                 report, message = ERROR, f"{type(interrupt).__name__}\n"
     _write_error(message)  # interrupts are ignored: they would cut it

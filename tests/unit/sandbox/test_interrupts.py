@@ -41,6 +41,19 @@ def test_an_interrupt_does_not_cut_the_traceback(run, monkeypatch):
     assert "KeyboardInterrupt" not in stderr.getvalue()
 
 
+@pytest.mark.parametrize("error", ["OSError", "SystemExit", "ValueError"])
+def test_an_error_that_cannot_be_formatted_is_named(run, capsys, error):
+    source = f"""
+class Broken(Exception):
+    @property
+    def __notes__(self):
+        raise {error}
+raise Broken
+"""
+    assert run(source)[0] == ERROR
+    assert "Broken" in capsys.readouterr().err
+
+
 def test_an_interrupt_ends_the_formatting_of_an_error(run, capsys):
     source = """
 import os, signal, time
