@@ -23,6 +23,7 @@ from verl.agent.tool_arguments import ArgumentCheck, CallFailed
 from verl.tools.base_tool import BaseTool, ToolError
 from verl.tools.schemas import ToolResponse
 from verl.utils.concurrency import accepted_keywords, call_user_function, wait_with_timeout
+from verl.utils.import_utils import describe_error
 from verl.utils.tool_calls import ToolCall
 
 __all__ = [
@@ -186,7 +187,7 @@ class ToolSession:
             raise _call_failed("timeout", call.name, str(error) or "it took too long") from error
         except Exception as error:
             loaded.log_error("execute", error)
-            raise _call_failed("exception", call.name, f"{type(error).__name__}: {error}") from error
+            raise _call_failed("exception", call.name, describe_error(error)) from error
 
     async def _execute(self, loaded: LoadedTool, arguments: dict[str, Any], agent_data: Any) -> Any:
         instance = await self._instance(loaded)

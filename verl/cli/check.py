@@ -22,6 +22,7 @@ from verl.config import ConfigError, PPOConfig, RMConfig, SFTConfig, load_config
 from verl.config.layout import scored_by_model, uses_custom_agent_loop
 from verl.config.problems import Report
 from verl.config.supervised import SupervisedConfig
+from verl.utils.import_utils import describe_error
 
 if TYPE_CHECKING:
     from verl.agent.chat import Chat
@@ -79,7 +80,7 @@ def check_training(config: PPOConfig, rows: int, scored: int, output: ReportOutp
         try:
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # the user's module may raise anything
-            raise ValueError(f"external_libs: {module}: {type(error).__name__}: {error}.") from error
+            raise ValueError(f"external_libs: {module}: {describe_error(error)}.") from error
     get_custom_reward_fn(config)  # its file may register the format of right answers
     model = config.actor_rollout_ref.model
     folder = resolve_model_path(model.path, "actor_rollout_ref.model.path")

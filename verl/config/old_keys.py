@@ -184,7 +184,7 @@ def _read_number(
     """
     value: Any = values
     for name in key.split("."):
-        if not isinstance(value, str):  # text: an interpolation of the block
+        if not (isinstance(value, str) and "${" in value):  # else an interpolation of the block
             value = value.get(name) if isinstance(value, Mapping) else None
     is_popped = key in (_THRESHOLD, _TOTAL_PROMPTS)
     try:
@@ -212,8 +212,12 @@ def _mapping(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _set_converted(values: dict[str, Any], report: Report, old_key: str, block: str, **keys: Any) -> None:
     """Set `keys` in a block of `values`, and report that `old_key` is converted to the first of them.
 
-    Does nothing if there is a value in place of the block, which is reported elsewhere.
+    Does nothing if there is another value in place of the block, which is reported elsewhere.
     """
+    if isinstance(values.get(block), str) and "${" in values[block]:
+        name, value = next(iter(keys.items()))
+        why = f"cannot be converted to {block}.{name}, because {block} is an interpolation"
+        report.problem(old_key, value, why, f"Set {name}={value} in that block instead")
     if not isinstance(values.get(block), Mapping | None):
         return
     values[block] = {**_mapping(values, block), **keys}

@@ -117,7 +117,7 @@ class Gateway:
             await self._sessions.close(session)
             try:
                 await self._write(session)
-            except OSError:  # the other sessions must still be closed
+            except Exception:  # the other sessions must still be closed
                 self.lost_sessions += 1
                 logger.exception("session %s is lost: it could not be written to %s", session.name, self._out)
 
@@ -136,13 +136,15 @@ class Gateway:
 
     def _append(self, state: dict[str, Any]) -> None:
         with self._writing:
-            size = self._out.stat().st_size
+            file = self._out.open("ab")
+            size = os.fstat(file.fileno()).st_size
             try:
-                with self._out.open("a", encoding="utf-8") as file:
-                    file.writelines(json_pieces(state))
-                    file.write("\n")
-            except OSError:
-                os.truncate(self._out, size)  # half of a line would make the next one invalid, too
+                with file:
+                    file.writelines(piece.encode(errors="backslashreplace") for piece in json_pieces(state))
+                    file.write(b"\n")
+            except BaseException:
+                with contextlib.suppress(OSError):  # half of a line would make the next one invalid, too
+                    os.truncate(self._out, size)
                 raise
 
 

@@ -48,7 +48,7 @@ class Router:
         # As received: `path` is percent-decoded, and has no query; `httpx.URL` would change escapes and dots.
         target = b"?".join(part for part in (request.scope["raw_path"], request.scope["query_string"]) if part)
         if not _TARGET.fullmatch(target):
-            raise HttpError(400, "the path of the request contains characters that must be percent-encoded.")
+            raise HttpError(400, "the path or query contains characters that must be percent-encoded.")
         server = least_busy(list(self.servers), self._in_flight)
         headers = {
             "content-type": request.headers.get("content-type", ""),
