@@ -109,12 +109,11 @@ def _closing_fence(rest: str, is_python: bool) -> re.Match[str] | None:
         closings = list(islice(_CLOSING_FENCE.finditer(rest), 1 + _MAX_PARSED // (len(rest) + 1)))
         valid = (closing for closing in closings if _is_python(rest[: closing.start()]))
         return next(valid, closings[0] if closings else None)
-    following = _TAGGED_FENCE.search(rest)
-    last = None
-    for closing in _CLOSING_FENCE.finditer(rest):
-        if last is None or following is None or closing.start() < following.start():
-            last = closing
-    return last
+    closings = list(_CLOSING_FENCE.finditer(rest))
+    following = _TAGGED_FENCE.search(rest)  # another block, or, if no fence closes this one before it, a nested one
+    before = [closing for closing in closings if following is None or closing.start() < following.start()]
+    candidates = before or closings
+    return candidates[-1] if candidates else None
 
 
 def _is_python(text: str) -> bool:

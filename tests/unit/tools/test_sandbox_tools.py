@@ -79,11 +79,15 @@ def test_a_code_block_is_taken_out_of_its_text_but_not_out_of_a_program(code, ex
 BASH = "cat > README.md <<'EOF'\n```\nmake\n```\nEOF\nls"
 
 
+NESTED = BASH.replace("```\nmake", "```make\nmake")
+
+
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
         (BASH, BASH),
         (f"```bash\n{BASH}\n```", BASH),
+        (f"```bash\n{NESTED}\n```", NESTED),
         ("Run:\n```bash\nls\n```", "ls"),
         ("```bash\nls", "ls"),
         ("```bash\nls\n```\nthen\n```bash\npwd\n```", "ls"),
