@@ -11,6 +11,7 @@ import contextlib
 import linecache
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -356,9 +357,13 @@ def _format_traceback(error: BaseException) -> str:
 
 
 def _write_error(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, MemoryError):
+    with contextlib.suppress(BaseException):  # `sys.stderr` and handlers of signals are user code
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+# Cells may replace functions of these modules.
+_select, _set_handler = select.select, signal.signal
 
 
 def _serve_cells(channel: int, main: types.ModuleType) -> int:
@@ -367,9 +372,10 @@ def _serve_cells(channel: int, main: types.ModuleType) -> int:
     The supervisor sends SIGINT only to cells that have started. A signal that arrives after the end has no effect.
     """
     cells = socket.socket(fileno=channel)
-    sigint_handler = signal.signal(signal.SIGINT, _ignore_signal)
+    sigint_handler = _set_handler(signal.SIGINT, _ignore_signal)
     number = 0
     while True:
+        _wait_for_cell(cells)
         try:
             _, (source,), _ = streams.receive(cells)
         except EOFError:
@@ -377,10 +383,21 @@ def _serve_cells(channel: int, main: types.ModuleType) -> int:
         number += 1
         name = f"<cell {number}>"
         report, sigint_handler = _run_cell(cells, source.decode(errors="replace"), name, main.__dict__, sigint_handler)
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(BaseException):
             sys.stdout.flush()
+        with contextlib.suppress(BaseException):
             sys.stderr.flush()
         cells.sendall(report)
+
+
+def _wait_for_cell(cells: socket.socket) -> None:
+    """Wait for the next message. A handler of a signal, such as that of a timer that a cell has set, may raise."""
+    while True:
+        try:
+            _select([cells], [], [])
+            return
+        except BaseException:  # noqa: BLE001 - no cell runs that it could end
+            continue
 
 
 def _ignore_signal(*_: object) -> None:
@@ -399,10 +416,10 @@ def _run_cell(
     while True:
         try:
             if report is None:
-                signal.signal(signal.SIGINT, sigint_handler)
+                _set_handler(signal.SIGINT, sigint_handler)
                 cells.sendall(STARTED)
                 report, message = _execute_cell(source, name, namespace)
-            following = signal.signal(signal.SIGINT, _ignore_signal)
+            following = _set_handler(signal.SIGINT, _ignore_signal)
             break
         except BaseException as interrupt:  # noqa: BLE001 - of a signal at the end of the cell, or later
             if report is None:

@@ -75,6 +75,25 @@ def test_an_interrupt_that_comes_too_late_is_forgotten(session: Session) -> None
     assert session.execute("x").stdout == "1\n"
 
 
+def test_a_timer_that_expires_between_cells_does_not_end_the_session(session: Session) -> None:
+    source = """
+import signal
+def expire(*_):
+    raise RuntimeError
+signal.signal(signal.SIGALRM, expire)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+x = 1
+"""
+    assert session.execute(source).status == "finished"
+    time.sleep(0.6)
+    assert session.execute("x").stdout == "1\n"
+
+
+def test_a_cell_may_replace_functions_of_the_standard_library(session: Session) -> None:
+    assert session.execute("import signal, select\nsignal.signal = select.select = None").status == "finished"
+    assert session.execute("1").stdout == "1\n"
+
+
 def test_closing_wakes_the_thread_that_waits_for_a_cell(sandbox: Sandbox) -> None:
     session = sandbox.session()
     threading.Timer(0.3, session.close).start()
