@@ -114,6 +114,13 @@ class ExitingLoop(TwoTurns):
         raise SystemExit(3)
 
 
+class InterruptedLoop(TwoTurns):
+    """Raises KeyboardInterrupt, as code that it executes may."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise KeyboardInterrupt
+
+
 class UnsupportedParamsLoop(TwoTurns):
     """Sample 1 sets a sampling parameter that no engine supports."""
 

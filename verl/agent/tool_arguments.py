@@ -43,8 +43,9 @@ class ArgumentCheck:
             raise ValueError(f"tool_schema.function.parameters{where}: {error.message}.") from error
         has_patterns = any(f'"{name}"' in json.dumps(parameters, default=str) for name in _PATTERN_KEYS)
         schema = _without_patterns(parameters) if tool.schema_is_remote and has_patterns else parameters
-        self._is_partial = schema is not parameters
-        self._validator = Draft202012Validator(_expand_nullable(schema))
+        expanded = _expand_nullable(schema)
+        self._is_changed = expanded != parameters
+        self._validator = Draft202012Validator(expanded)
 
     def parse(self, text: str) -> dict[str, Any]:
         """The arguments. CallFailed describes to the model what is wrong and what is expected."""
@@ -58,9 +59,9 @@ class ArgumentCheck:
         try:
             problems = [_describe(error) for error in self._validator.iter_errors(arguments)]
         except Unresolvable:
-            if not self._is_partial:
+            if not self._is_changed:
                 raise
-            return arguments  # a reference to a part that was removed; the remote tool checks them itself
+            return arguments  # a reference to a part that was removed or moved; the tool checks its arguments
         if problems:
             more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
             listed = "; ".join(problems[:_MAX_PROBLEMS]) + more

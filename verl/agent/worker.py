@@ -287,8 +287,8 @@ class AgentHost(LoopHost):
                 limits = RowLimits(task.limit, worker.rollout_config.max_model_len)
                 trajectory = build_trajectory(outputs, trace, row.uid, row.sample_index, limits)
                 self._set_messages(trajectory, task, trace)
-            except BaseException as error:  # also SystemExit; fails only this trajectory; counted in metrics
-                if self._closed or task.cancelled or isinstance(error, GeneratorExit | KeyboardInterrupt):
+            except BaseException as error:  # also sys.exit(); fails only this trajectory; counted in metrics
+                if self._closed or task.cancelled or isinstance(error, GeneratorExit):
                     raise
                 trajectory = self._failed(job, task, trace, error)
             finally:

@@ -217,7 +217,7 @@ def _set_converted(values: dict[str, Any], report: Report, old_key: str, block: 
     if isinstance(values.get(block), str) and "${" in values[block]:
         name, value = next(iter(keys.items()))
         why = f"cannot be converted to {block}.{name}, because {block} is an interpolation"
-        report.problem(old_key, value, why, f"Set {name}={value} in that block instead")
+        report.problem(old_key, value, why, f"Remove it, and set {name}={value} in that block")
     if not isinstance(values.get(block), Mapping | None):
         return
     values[block] = {**_mapping(values, block), **keys}

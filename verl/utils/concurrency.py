@@ -200,8 +200,8 @@ abandoned_threads = _ThreadCount()
 async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the result of a function: a coroutine function is awaited, any other runs in its own thread.
 
-    A cancelled caller does not wait for the thread. `sys.exit()` in the function becomes a RuntimeError: it would end
-    the program.
+    A cancelled caller does not wait for the thread. `sys.exit()` or KeyboardInterrupt in the function becomes a
+    RuntimeError: it would end the event loop.
     """
     try:
         result = (
@@ -212,6 +212,8 @@ async def call_user_function(function: Callable[..., Any], *args: Any, **kwargs:
         return await result if inspect.isawaitable(result) else result
     except SystemExit as error:
         raise RuntimeError(f"the function called sys.exit({error.code})") from error
+    except KeyboardInterrupt as error:
+        raise RuntimeError("the function raised KeyboardInterrupt") from error
 
 
 async def wait_with_timeout(seconds: float, work: Awaitable[T]) -> T:

@@ -277,6 +277,12 @@ def test_a_remote_schema_without_its_patterns_accepts_what_it_accepted(parameter
     assert remote_check(parameters).parse(json.dumps(arguments)) == arguments
 
 
+def test_a_reference_into_a_nullable_schema_does_not_fail_the_call():
+    inner = {"type": "object", "nullable": True, "properties": {"x": {"type": "string"}}}
+    check = remote_check({"properties": {"a": inner, "b": {"$ref": "#/properties/a/properties/x"}}})
+    assert check.parse('{"b": "v"}') == {"b": "v"}
+
+
 def test_parameters_may_have_the_names_of_schema_keys_and_keep_them_in_messages():
     properties = {name: {"type": "integer"} for name in ("nullable", "enum", "const", "property_id")}
     check = remote_check({"properties": properties, "required": ["property_id"]})

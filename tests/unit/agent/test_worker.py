@@ -124,6 +124,7 @@ def test_a_loop_that_raises_costs_its_own_trajectory(two: AgentSetup, task: dict
         ("UnprintableFailureLoop", "UnprintableError"),
         ("UnhashableKindLoop", "RuntimeError: TypeError"),
         ("ExitingLoop", "SystemExit: 3"),
+        ("InterruptedLoop", "KeyboardInterrupt: "),
     ],
 )
 def test_a_failure_of_any_kind_costs_its_own_trajectory(two: AgentSetup, task: dict[str, str], loop: str, error: str):
