@@ -118,7 +118,7 @@ def test_a_stopped_rank_is_named_in_seconds_the_call_ends_and_no_status_call_wai
         7,
     )
     assert "Stuck[0], stack:\n    all_reduce (" in str(error)
-    assert "update_actor of step 7 waits for " in caplog.text
+    assert "update_actor of step 7 has waited for " in caplog.text
     deadline = time.monotonic() + 120
     while why_not_running(pid) == "stopped":
         assert time.monotonic() < deadline, "it does not outlive the run"
