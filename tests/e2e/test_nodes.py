@@ -83,9 +83,15 @@ def test_a_node_that_is_lost_and_comes_again(nodes, task, tmp_path, undisturbed)
     assert first.wait(timeout=300) == 0, log_text(tmp_path)[-5000:]
     assert second.wait() == 0, log_text(tmp_path, 1)
     assert "restart 1 of 3" in log_text(tmp_path)
-    assert "node 10.77.0.2 is lost, with rank 1 of actor_rollout" in log_text(tmp_path)
+    assert names_the_lost_node(log_text(tmp_path))
     assert weights(tmp_path) == undisturbed
     assert [nodes.processes(0), nodes.processes(1)] == [[], []]
+
+
+def names_the_lost_node(log: str) -> bool:
+    """A call to the rank of the lost node fails, or, between calls, reading rows that it has stored."""
+    lost_rank = "node 10.77.0.2 is lost, with rank 1 of actor_rollout"
+    return lost_rank in log or "the process on 10.77.0.2 that stored them has ended" in log
 
 
 def test_a_node_with_a_home_of_its_own_waits_for_a_copy_of_the_token(nodes, task, tmp_path, undisturbed):
@@ -114,7 +120,7 @@ def test_rays_own_processes_on_either_node(nodes, task, tmp_path, undisturbed, n
     if node == 0:
         assert "the head at 10.77.0.1:29500 is gone; waiting for it" in log_text(tmp_path, 1)
     else:
-        assert "this node's Ray died: starting it again (1 of 3)" in log_text(tmp_path, 1)
-        assert "node 10.77.0.2 is lost, with rank 1 of actor_rollout" in log_text(tmp_path)
+        assert "Ray on this node died: starting it again (1 of 3)" in log_text(tmp_path, 1)
+        assert names_the_lost_node(log_text(tmp_path))
     assert weights(tmp_path) == undisturbed
     assert [nodes.processes(0), nodes.processes(1)] == [[], []]

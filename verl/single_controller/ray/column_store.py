@@ -9,6 +9,7 @@ each column.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -260,7 +261,12 @@ def _contents(parts: Sequence[Any]) -> list[Any]:
     """The contents of column parts; each reference is fetched once."""
     refs = {id(ref): ref for ref in (part.bundle if isinstance(part, BundledColumn) else part for part in parts)}
     remote = {key: ref for key, ref in refs.items() if not isinstance(ref, dict)}
-    fetched = dict(zip(remote, ray.get(list(remote.values())), strict=True)) if remote else {}
+    try:
+        fetched = dict(zip(remote, ray.get(list(remote.values())), strict=True)) if remote else {}
+    except ray.exceptions.OwnerDiedError as error:
+        address = re.search(r"owner address: ([^\s:]+)", str(error))
+        host = f" on {address[1]}" if address else ""
+        raise RuntimeError(f"rows of a batch are lost: the process{host} that stored them has ended") from error
     return [
         fetched.get(id(part.bundle), part.bundle)[part.name] if isinstance(part, BundledColumn) else fetched[id(part)]
         for part in parts
