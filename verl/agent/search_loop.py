@@ -1,8 +1,8 @@
 """SearchAgentLoop: the search protocol of Search-R1 (Jin et al., arXiv 2503.09516).
 
 The model thinks, searches with `<search> query </search>`, reads the documents between information tags, and ends with
-`<answer>`. Observations are tokenised once, separately, and appended. They are
-excluded from the loss.
+`<answer>`. Observations are tokenised once, separately, and appended. They are excluded from
+the loss.
 """
 
 from __future__ import annotations

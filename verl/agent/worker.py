@@ -245,11 +245,8 @@ class AgentHost(LoopHost):
         error = None if running.cancelled() else running.exception()
         if error is not None and not (task.cancelled or self._closed):
             logger.error("the failure of trajectory %s could not be recorded", task.name, exc_info=error)
-            row, cause = task.trajectory, RuntimeError(type(error).__name__)
-            trace = CallTrace.for_sample(job.seed, task.step, row.uid, row.sample_index)
-            limit = job.params.max_new_tokens
             self._on_finished(
-                job, task, failed_trajectory(cause, trace, row.uid, row.sample_index, task.prompt_ids, limit)
+                job, task, _failed_trajectory(job, task, _new_trace(job, task), RuntimeError(type(error).__name__))
             )
 
     def _abort(self, tasks: Sequence[RolloutTask]) -> None:
@@ -264,7 +261,7 @@ class AgentHost(LoopHost):
     async def _trajectory(self, job: RolloutJob, task: RolloutTask) -> None:
         """Run the agent loop of a task and report its trajectory; if the loop fails, a failed trajectory."""
         worker, row = self._worker, task.trajectory
-        trace = self._traces[task] = CallTrace.for_sample(job.seed, task.step, row.uid, row.sample_index)
+        trace = self._traces[task] = _new_trace(job, task)
         trace.max_response, trace.params, trace.prompt_ids = task.limit, job.params, task.prompt_ids
         if task.partial is not None:
             trace.set_partial(task.prompt_ids, task.partial)
@@ -319,8 +316,7 @@ class AgentHost(LoopHost):
         if not self._failures[kind]:
             logger.warning("agent loop of trajectory %s failed: %s", task.name, kind, exc_info=error)
         self._failures[kind] += 1
-        row = task.trajectory
-        return failed_trajectory(error, trace, row.uid, row.sample_index, task.prompt_ids, job.params.max_new_tokens)
+        return _failed_trajectory(job, task, trace, error)
 
     # ---------------------------------------------------------------- partial outputs
 
@@ -368,6 +364,15 @@ class AgentHost(LoopHost):
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _new_trace(job: RolloutJob, task: RolloutTask) -> CallTrace:
+    return CallTrace.for_sample(job.seed, task.step, task.trajectory.uid, task.trajectory.sample_index)
+
+
+def _failed_trajectory(job: RolloutJob, task: RolloutTask, trace: CallTrace, error: BaseException) -> Trajectory:
+    row = task.trajectory
+    return failed_trajectory(error, trace, row.uid, row.sample_index, task.prompt_ids, job.params.max_new_tokens)
 
 
 def _loop_params(job: RolloutJob, task: RolloutTask) -> dict[str, Any]:

@@ -98,8 +98,8 @@ def plain_code(code: str, language: str = "python") -> str:
     content = rest if closing is None else rest[: closing.start()].removesuffix("\n")
     if not before or (closing is not None and closing.end() == len(rest)):
         return content
-    has_tag = is_python and opening.group(1) in _PYTHON and _PROSE.fullmatch(before) is not None
-    return content if has_tag and (closing is None or _is_python(content)) else code
+    follows_prose = is_python and opening.group(1) in _PYTHON and _PROSE.fullmatch(before) is not None
+    return content if follows_prose and (closing is None or _is_python(content)) else code
 
 
 def _closing_fence(rest: str, is_python: bool) -> re.Match[str] | None:

@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import signal
+from typing import ClassVar
 
 import httpx
 import pytest
@@ -33,21 +34,17 @@ class Numbers(RequestModel):
 
 
 class Crashing(RequestModel):
+    end: ClassVar[signal.Signals] = signal.SIGSEGV
     text: str
 
     @field_validator("text")
     @classmethod
-    def crash(cls, text):
-        os.kill(os.getpid(), signal.SIGSEGV)
+    def end_process(cls, text):
+        os.kill(os.getpid(), cls.end)
 
 
-class Killed(RequestModel):
-    text: str
-
-    @field_validator("text")
-    @classmethod
-    def kill(cls, text):
-        os.kill(os.getpid(), signal.SIGKILL)
+class Killed(Crashing):
+    end = signal.SIGKILL
 
 
 async def echo(request):
