@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from verl.inference.lora import LowRankProduct
 from verl.inference.models import torch_ops
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.weight_fingerprint import fingerprints, tensor_fingerprint
@@ -57,8 +58,9 @@ class Cache:
         return self.keys[block, at % PAGE], self.values[block, at % PAGE]
 
 
-def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = 2e-2 if found.dtype == torch.bfloat16 else 2e-5
+def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> None:
+    if tolerance is None:
+        tolerance = 2e-2 if found.dtype == torch.bfloat16 else 2e-5
     torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
 
 
@@ -156,6 +158,95 @@ def test_rotation_is_that_of_torch_and_fills_the_cache(dtype, normed):
     assert_near(keys.view(-1, kv, dim)[slots], torch_ops.rotated(key, cos, sin).float())
     assert torch.equal(values.view(-1, kv, dim)[slots], value)
     assert keys.count_nonzero() <= tokens * kv * dim, "nothing else of the cache was written"
+
+
+def with_product(
+    tokens: int, outputs: list[int], rank: int, slots: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, LowRankProduct]:
+    """The output of a matmul of layers with so many `outputs`, whose last columns are those of adapters, and the
+    adapters' part of it. With several slots each token uses one of them, or none."""
+    columns = slots * len(outputs) * rank
+    wide = torch.randn(tokens, sum(outputs) + columns, device=CUDA, dtype=dtype)
+    up = torch.randn(sum(outputs), slots, len(outputs), rank, device=CUDA, dtype=dtype) * 0.1
+    layer_of_row = torch.arange(len(outputs), device=CUDA).repeat_interleave(torch.tensor(outputs, device=CUDA))
+    other_layers = layer_of_row[:, None] != torch.arange(len(outputs), device=CUDA)
+    up.masked_fill_(other_layers[:, None, :, None], 0.0)
+    unused = None
+    if slots > 1:
+        used = torch.randint(-1, slots, (tokens, 1), device=CUDA)
+        unused = (used != torch.arange(slots, device=CUDA)).unsqueeze(2)
+    product = LowRankProduct(wide[:, sum(outputs) :], up.flatten(1), slots, len(outputs), unused)
+    return wide[:, : sum(outputs)], product
+
+
+def expected_sum(output: torch.Tensor, product: LowRankProduct) -> torch.Tensor:
+    inner = product.inner.float()
+    if product.unused is not None:
+        inner = inner.unflatten(1, (product.slots, -1)).masked_fill(product.unused, 0.0).flatten(1)
+    return output.float() + inner @ product.up.float().t()
+
+
+# (tokens, rank, slots): fewer tokens than a tile and several tiles of each size; ranks below, at and above the size of
+# a tile; more columns than the kernels add themselves.
+ADAPTED = [(5, 8, 1), (130, 24, 1), (600, 96, 1), (70, 32, 4), (40, 64, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "rank", "slots"), ADAPTED)
+def test_adapters_are_added_before_the_norm_and_the_gate(tokens, rank, slots, dtype):
+    from verl.inference.kernels import pointwise
+
+    torch.manual_seed(0)
+    size = 140
+    x, product = with_product(tokens, [size], rank, slots, dtype)
+    residual, weight = torch.randn(tokens, size, device=CUDA, dtype=dtype), torch.rand(size, device=CUDA, dtype=dtype)
+    expected = residual.float() + expected_sum(x, product)
+    found = pointwise.add_rms_norm(x, residual, weight, 1e-6, product)
+    assert_near(residual, expected)
+    assert_near(found, torch_ops.rms_norm(expected, weight.float(), 1e-6))
+
+    gate_up, product = with_product(tokens, [size, size], rank, slots, dtype)
+    expected = torch_ops.gated_silu(expected_sum(gate_up, product))
+    assert_near(pointwise.gated_silu(gate_up, product), expected)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "rank", "slots"), ADAPTED)
+def test_adapters_are_added_before_the_rotation(tokens, rank, slots, dtype, normed):
+    """Equal to the rotation of the sum, and nothing else of the cache is written."""
+    from verl.inference.kernels.pointwise import rotate_and_cache
+
+    torch.manual_seed(0)
+    heads, kv, dim = 6, 2, 32
+    qkv, product = with_product(tokens, [heads * dim, kv * dim, kv * dim], rank, slots, dtype)
+    total = expected_sum(qkv, product).to(dtype)
+    positions, angles = torch.randint(0, 50, (tokens,), device=CUDA), torch.rand(50, dim // 2, device=CUDA)
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+    weights = torch.rand(2, dim, device=CUDA, dtype=dtype) + 0.5
+    norms = (weights[0], weights[1], 1e-6) if normed else None
+    caches = torch.zeros(2, 2, 100, 8, kv, dim, device=CUDA, dtype=dtype)
+    entries = torch.randperm(800, device=CUDA)[:tokens]
+    rotate_and_cache(total, positions, table, entries, *caches[0], norms)
+    rotate_and_cache(qkv, positions, table, entries, *caches[1], norms, product)
+    # A sum that a matmul rounds to the next bfloat16 differs by up to 0.03 before the rotation.
+    tolerance = 0.1 if dtype == torch.bfloat16 else 2e-5
+    assert_near(qkv[:, : heads * dim], total[:, : heads * dim].float(), tolerance)
+    assert_near(caches[1], caches[0].float(), tolerance)
+
+
+def test_kernels_do_not_use_the_product_of_an_unused_adapter():
+    """An adapter whose products overflow changes only the tokens that use it."""
+    from verl.inference.kernels import pointwise
+
+    torch.manual_seed(0)
+    gate_up, product = with_product(20, [32, 32], 16, 2, torch.bfloat16)
+    uses_second = ~product.unused[:, 1, 0]
+    expected = pointwise.gated_silu(gate_up.clone(), product)
+    product.inner[:, 32:] = torch.inf
+    found = pointwise.gated_silu(gate_up, product)
+    assert torch.equal(found[~uses_second], expected[~uses_second])
+    assert not found[uses_second].isfinite().all()
 
 
 @pytest.mark.parametrize("vocab", [37, 2048, 9001, 151_936])

@@ -64,7 +64,7 @@ class AttentionStep:
     decode_tables: torch.Tensor
     """[D, W] int32: block tables of the decoded sequences."""
     unused_adapters: torch.Tensor | None = None
-    """[T, adapter slots, 1]: see `AdapterGroup.add_`."""
+    """[T, adapter slots, 1]: see `AdapterGroup.product`."""
     scratch: dict[Any, Any] = field(default_factory=dict)
     """Values that a backend computes once for all layers of this pass."""
 

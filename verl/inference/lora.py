@@ -1,7 +1,8 @@
 """LoRA adapters (arXiv 2106.09685): slots in the matmuls of a model, and adapters that requests select by name.
 
-A model has a fixed number of slots, applied without merging. The product `x A^T` of all slots is one matmul, masked by
-the slot of each token, and multiplied with the matrices B of all slots. Tokens without an adapter add exact zeros.
+A model has a fixed number of slots, applied without merging. The rows of A of all slots are part of the weight that
+they adapt, so that `x A^T` needs no further matmul. It is masked by the slot of each token, and multiplied with the
+matrices B of all slots. Tokens without an adapter add exact zeros.
 Shapes and addresses never change, so CUDA graphs stay valid. The scale of an adapter is part of its B.
 
 Files of named adapters have peft's format: adapter_config.json and adapter_model.safetensors. No code of an adapter is
@@ -32,6 +33,7 @@ __all__ = [
     "AdapterOptions",
     "LoraError",
     "LoraRegistry",
+    "LowRankProduct",
     "ModelAdapters",
     "UnknownAdapterError",
     "down_name",
@@ -103,6 +105,27 @@ class AdaptedLayer:
     """Shard of its weight on this rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class LowRankProduct:
+    """What adapters add to the output of a matmul: `inner @ up.T`. Kernels add it to a tile that they read anyway."""
+
+    inner: torch.Tensor
+    """x A^T [T, slots * layers * rank]; rows may be strided."""
+    up: torch.Tensor
+    """[outputs, slots * layers * rank], contiguous; zero where row and column belong to different layers."""
+    slots: int
+    layers: int
+    unused: torch.Tensor | None
+    """[T, slots, 1]: whether a token does not use a slot; None: every token uses all slots."""
+
+    def add_to_(self, output: torch.Tensor) -> torch.Tensor:
+        """Add the product to `output` [T, outputs] in place. Also sets unused columns of `inner` to zero."""
+        if self.unused is not None:
+            # Not multiplied by 0: an adapter whose products overflow would make the rows of others NaN.
+            self.inner.unflatten(1, (self.slots, -1)).masked_fill_(self.unused, 0.0)
+        return output.addmm_(self.inner, self.up.t())
+
+
 class AdapterGroup:
     """The adapters of one matmul, which may be that of several layers (query, key and value).
 
@@ -136,15 +159,12 @@ class AdapterGroup:
         if self._bias is not None:
             self._bias.zero_()
 
-    def add_(self, output: torch.Tensor, inner: torch.Tensor, unused: torch.Tensor | None) -> torch.Tensor:
-        """Add the adapters' part to `output` [T, outputs], in place. `inner` [T, slots * layers * rank]: x A^T.
+    def product(self, inner: torch.Tensor, unused: torch.Tensor | None) -> LowRankProduct:
+        """Return the adapters' part of the output. `inner` [T, slots * layers * rank]: x A^T.
 
         `unused` [T, slots, 1]: whether a token does not use a slot; None: every token uses slot 0.
         """
-        if unused is not None:
-            # Not multiplied by 0: an adapter whose products overflow would make the rows of others NaN.
-            inner.unflatten(1, (self._slots, -1)).masked_fill_(unused, 0.0)
-        return output.addmm_(inner, self.up.t())
+        return LowRankProduct(inner, self.up, self._slots, len(self.layers), unused)
 
 
 class ModelAdapters:
@@ -194,7 +214,7 @@ class ModelAdapters:
                     matrix.zero_()
 
     def unused_by(self, slots: torch.Tensor) -> torch.Tensor:
-        """The argument `unused` of `AdapterGroup.add_` for tokens with these slots [T] (-1: none)."""
+        """The argument `unused` of `AdapterGroup.product` for tokens with these slots [T] (-1: none)."""
         return (slots.unsqueeze(1) != self._slots).unsqueeze(2)
 
 

@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch.nn.functional import linear
 
+from verl.inference.kernels import lora
+from verl.inference.lora import LowRankProduct
+
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotate_and_cache", "write_cache"]
 
 
@@ -20,8 +23,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return out
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add `x` to `residual` [tokens, hidden] in place; return the `rms_norm` of the sum. Rows of `x` may be strided."""
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, adapters: LowRankProduct | None = None
+) -> torch.Tensor:
+    """Add `x` to `residual` [tokens, hidden] in place; return the `rms_norm` of the sum. Rows of `x` may be strided.
+
+    The product of `adapters` is added to `x`.
+    """
+    if lora.is_fused(adapters, layers=1):
+        lora.add_to_residual(x, residual, adapters)
+        return rms_norm(residual, weight, eps)
+    if adapters is not None:
+        adapters.add_to_(x)
     out = torch.empty_like(residual)
     size = x.shape[1]
     _add_rms_norm[(x.shape[0],)](
@@ -39,8 +52,15 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return out
 
 
-def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of `gate_up` [tokens, 2 * size], whose rows may be strided → [tokens, size]."""
+def gated_silu(gate_up: torch.Tensor, adapters: LowRankProduct | None = None) -> torch.Tensor:
+    """silu(gate) * up of `gate_up` [tokens, 2 * size], whose rows may be strided → [tokens, size].
+
+    The product of `adapters` is added first.
+    """
+    if lora.is_fused(adapters, layers=2):
+        return lora.gated_silu(gate_up, adapters)
+    if adapters is not None:
+        adapters.add_to_(gate_up)
     tokens, width = gate_up.shape
     size = width // 2
     out = gate_up.new_empty(tokens, size)
@@ -57,13 +77,20 @@ def rotate_and_cache(
     keys: torch.Tensor,
     values: torch.Tensor,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    adapters: LowRankProduct | None = None,
 ) -> None:
     """Rotate the queries of `qkv` [tokens, (heads + 2 kv) * dim] in place; write rotated keys and values to the cache.
     Rows of `qkv` may be strided.
 
     `rotary` [length, dim] float32: cos (first half of a row) and sin. `slots` [tokens]: index of each token's entry in
-    `keys`, `values` [blocks, block, kv, dim]. `norms`: query and key weights [dim] and eps (Qwen3).
+    `keys`, `values` [blocks, block, kv, dim]. `norms`: query and key weights [dim] and eps (Qwen3). The product of
+    `adapters` is added to `qkv` first.
     """
+    if lora.is_fused(adapters, layers=3):
+        lora.rotate_and_cache(qkv, positions, rotary, slots, keys, values, norms, adapters)
+        return
+    if adapters is not None:
+        adapters.add_to_(qkv)
     kv_heads, dim = keys.shape[2], keys.shape[3]
     heads = qkv.shape[1] // dim - 2 * kv_heads
     query_norm, key_norm, eps = norms or (rotary, rotary, 0.0)

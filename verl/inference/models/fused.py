@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import embedding
 
 from verl.inference.attention import AttentionStep
-from verl.inference.lora import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
+from verl.inference.lora import AdaptedLayer, AdapterGroup, AdapterOptions, LowRankProduct, ModelAdapters
 from verl.inference.memory import Region
 from verl.inference.models import torch_ops
 from verl.inference.tensor_parallel import SINGLE, TensorParallel
@@ -116,24 +116,20 @@ class FusedModel:
         x = ops.rms_norm(residual, self._layers[0].input_norm, eps)
         following = [layer.input_norm for layer in self._layers[1:]] + [self._norm]
         for index, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
-            qkv = self._adapted(linear(x, layer.qkv, layer.qkv_bias), layer.qkv_adapters, step)
-            attended = self._attend(index, qkv, positions, step)
-            x = self._adapted(linear(attended, layer.out, layer.out_bias), layer.out_adapters, step)
-            x = ops.add_rms_norm(self._parallel.all_reduce_(x), residual, layer.post_norm, eps)
-            gate_up = self._adapted(linear(x, layer.gate_up), layer.gate_up_adapters, step)
-            x = self._adapted(linear(ops.gated_silu(gate_up), layer.down), layer.down_adapters, step)
-            x = ops.add_rms_norm(self._parallel.all_reduce_(x), residual, next_norm, eps)
+            qkv, adapted = _split(linear(x, layer.qkv, layer.qkv_bias), layer.qkv_adapters, step)
+            attended = self._attend(index, qkv, adapted, positions, step)
+            x, adapted = self._sum(*_split(linear(attended, layer.out, layer.out_bias), layer.out_adapters, step))
+            x = ops.add_rms_norm(x, residual, layer.post_norm, eps, adapted)
+            gate_up = _split(linear(x, layer.gate_up), layer.gate_up_adapters, step)
+            x, adapted = self._sum(*_split(linear(ops.gated_silu(*gate_up), layer.down), layer.down_adapters, step))
+            x = ops.add_rms_norm(x, residual, next_norm, eps, adapted)
         return x
 
-    def _adapted(self, output: torch.Tensor, adapters: AdapterGroup | None, step: AttentionStep) -> torch.Tensor:
-        """Add the adapters' part to the first columns of a matmul's `output`, and return these columns [T, outputs].
-
-        The remaining columns of `output` are `x A^T`.
-        """
-        if adapters is None:
-            return output
-        outputs = adapters.outputs
-        return adapters.add_(output[:, :outputs], output[:, outputs:], step.unused_adapters)
+    def _sum(self, x: torch.Tensor, adapted: LowRankProduct | None) -> tuple[torch.Tensor, LowRankProduct | None]:
+        """Sum the partial products of tensor-parallel ranks, together with those of adapters."""
+        if self._parallel.size > 1 and adapted is not None:
+            x, adapted = adapted.add_to_(x), None
+        return self._parallel.all_reduce_(x), adapted
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         # float32 for weights of any dtype: the trainer's logits are not rounded either.
@@ -150,16 +146,28 @@ class FusedModel:
         rows = embedding(local.masked_fill(absent, 0), self._embedding)
         return self._parallel.all_reduce_(rows.masked_fill_(absent.unsqueeze(1), 0.0))
 
-    def _attend(self, index: int, qkv: torch.Tensor, positions: torch.Tensor, step: AttentionStep) -> torch.Tensor:
-        """`qkv` [T, (heads + 2 kv) * dim] → [T, heads * dim]; writes the new keys and values to the cache."""
+    def _attend(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        adapted: LowRankProduct | None,
+        positions: torch.Tensor,
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        """`qkv` [T, (heads + 2 kv) * dim] → [T, heads * dim]; writes the new keys and values to the cache.
+
+        `adapted` is added to `qkv`.
+        """
         scale = self.head_dim**-0.5
         norms = self._layers[index].head_norms
         heads = qkv.view(len(qkv), -1, self.head_dim)
         if self._ops is not torch_ops:
-            self._ops.rotate_and_cache(qkv, positions, self._rotary, step.slots, *step.kv_cache[index], norms)
+            self._ops.rotate_and_cache(qkv, positions, self._rotary, step.slots, *step.kv_cache[index], norms, adapted)
             # Only TritonAttention is used on CUDA; the protocol has no `attend`.
             attend: Any = step.backend
             return attend.attend(index, heads[:, : self.num_heads], step, scale).flatten(1)
+        if adapted is not None:
+            adapted.add_to_(qkv)
         query_key, value = heads.split([self.num_heads + self.num_kv_heads, self.num_kv_heads], dim=1)
         if norms is not None:
             query, key = query_key.split([self.num_heads, self.num_kv_heads], dim=1)
@@ -196,6 +204,16 @@ class FusedModel:
             gate_up_adapters=groups.get(prefix + "mlp.gate_up.weight"),
             down_adapters=groups.get(prefix + "mlp.down_proj.weight"),
         )
+
+
+def _split(
+    output: torch.Tensor, adapters: AdapterGroup | None, step: AttentionStep
+) -> tuple[torch.Tensor, LowRankProduct | None]:
+    """Return the first columns of a matmul's output and the adapters' part of them; the other columns are `x A^T`."""
+    if adapters is None:
+        return output, None
+    outputs = adapters.outputs
+    return output[:, :outputs], adapters.product(output[:, outputs:], step.unused_adapters)
 
 
 def _rotary_table(config: Any, length: int, device: torch.device) -> torch.Tensor:

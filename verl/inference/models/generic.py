@@ -92,7 +92,7 @@ class GenericModel:
                 f"LoRA: {group.layers[0].name} computes only some of the tokens; this model can have one adapter for"
                 " all sequences, not one per request."
             )
-        group.add_(output.view(-1, group.outputs), linear(x, group.down), self._unused_slots)
+        group.product(linear(x, group.down), self._unused_slots).add_to_(output.view(-1, group.outputs))
         return output
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,8 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import silu
 
+from verl.inference.lora import LowRankProduct
+
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotated"]
 
 
@@ -31,13 +33,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Add `x` to `residual` in place; return the `rms_norm` of the sum."""
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, adapters: LowRankProduct | None = None
+) -> torch.Tensor:
+    """Add `x` to `residual` in place; return the `rms_norm` of the sum. The product of `adapters` is added to `x`."""
+    if adapters is not None:
+        adapters.add_to_(x)
     return rms_norm(residual.add_(x), weight, eps)
 
 
-def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of `gate_up` [tokens, 2 * size] → [tokens, size]."""
+def gated_silu(gate_up: torch.Tensor, adapters: LowRankProduct | None = None) -> torch.Tensor:
+    """silu(gate) * up of `gate_up` [tokens, 2 * size] → [tokens, size]. The product of `adapters` is added first."""
+    if adapters is not None:
+        adapters.add_to_(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
 
