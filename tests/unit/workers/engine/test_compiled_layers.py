@@ -28,6 +28,7 @@ from verl.workers.engine.common.base_engine import compile_each_layer, compiled_
 from verl.workers.engine.common.prefix_sharing import PrefixSharing
 
 STEPS, SETTLED = 16, 3
+layer_compile = nn.Module.compile
 
 
 def sequences(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_q: Any, cu_k: Any, scale: float) -> Any:
@@ -167,6 +168,23 @@ def test_no_pass_after_the_first_steps_compiles_again(checkpointing, sharing, ke
     assert graphs[0] > 0
     assert graphs[SETTLED - 1 :] == [graphs[-1]] * (STEPS - SETTLED + 1), graphs
     assert graphs[-1] == 2, "with and without gradient"
+
+
+def test_only_the_number_of_tokens_is_dynamic(kernels, monkeypatch):
+    """Kernels of the rotary embedding would be slow if the size of a head was."""
+    sizes = []
+
+    def record(graph: Any, _inputs: Any) -> Any:
+        inputs = (node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder")
+        sizes.extend(value.shape for value in inputs if isinstance(value, torch.Tensor) and value.dim() > 1)
+        return graph.forward
+
+    monkeypatch.setattr(nn.Module, "compile", lambda layer, **_: layer_compile(layer, dynamic=True, backend=record))
+    engine = make_engine(tiny_model())
+    engine.compile_layers()
+    engine.infer(batch(0, 2, 1), ["log_probs"], micro=MicroBatching(size=2))
+    assert any(isinstance(size[1], torch.SymInt) for size in sizes), "the number of tokens"
+    assert all(isinstance(size[-1], int) for size in sizes), sizes
 
 
 @pytest.mark.slow

@@ -369,6 +369,22 @@ def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **k
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
+def keep_head_size_constant(model: nn.Module) -> None:
+    """Make the size of the last dimension of cos and sin, and thereby of a head, a constant in compiled layers.
+
+    Dynamo treats attributes such as `head_dim` of modules that FSDP manages as dynamic. Kernels of the rotary embedding
+    would divide by it for each element, and take ten times as long.
+    """
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2].startswith("rotary_emb"):
+            module.register_forward_hook(_mark_last_dimension_static)
+
+
+def _mark_last_dimension_static(_module: nn.Module, _inputs: Any, output: Any) -> None:
+    for tensor in output if isinstance(output, tuple) else (output,):
+        torch._dynamo.mark_static(tensor, tensor.dim() - 1)
+
+
 def _inductor_options() -> dict[str, bool]:
     """Return options of Inductor that prevent recompilation when the size of a pass crosses a threshold: by default, it
     fuses reductions over tokens with reductions over features only in large passes."""

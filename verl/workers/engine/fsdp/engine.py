@@ -36,6 +36,7 @@ from verl.workers.engine.common.base_engine import (
     ModelPass,
     compile_each_layer,
     compiled_pass,
+    keep_head_size_constant,
 )
 from verl.workers.engine.common.checkpoint_compatibility import ModelDescription, model_info, require_fit
 from verl.workers.engine.common.engine_checkpoint import StateSnapshot, extra_state, restore_extra
@@ -232,6 +233,7 @@ class FSDPEngine(BaseTrainEngine):
             # With frozen embeddings, the first layer's input requires no gradient: the layer would be compiled again,
             # for a backward pass without that gradient.
             sharding.require_input_gradients(self.model)
+        keep_head_size_constant(self.model.hf)
         compile_each_layer(outermost_layers(self.model.hf))
 
     @contextmanager
