@@ -69,7 +69,7 @@ def run(
 
     Values are means over all finished steps but the first.
     """
-    name = f"{work.case}-{variant}".replace(" ", "-")
+    name = f"{work.case}-{variant}".replace(",", "").replace(" ", "-")  # a comma would separate values of a list
     clock, log = folder / f"{name}.clock", folder / f"{name}.log"
     metrics = folder / "runs" / "training_step" / name / "metrics.jsonl"
     for old in (clock, metrics):
