@@ -1,9 +1,13 @@
-"""Layers: imports go downward only, alias modules contain no code, optional packages are imported where used."""
+"""Layers: imports go downward only, alias modules contain no code, optional packages are imported where used, and
+required packages are declared."""
 
 from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
+import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -229,6 +233,30 @@ def test_optional_packages_are_imported_only_where_used():
             package = target.split(".")[0]
             allowed = package not in OPTIONAL or relative(path).startswith(REQUIRED_BY.get(package, "nowhere"))
             assert allowed, f"{relative(path)}:{line}: import {target} inside the function"
+
+
+def declared_distributions() -> set[str]:
+    """Names of all packages in pyproject.toml, including those of extras."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    tables = text[text.index("\ndependencies = [") : text.index("[tool.setuptools.dynamic]")]
+    return {distribution_name(name) for name in re.findall(r'"([\w.-]+)(?=[\[<>=!])', tables)}
+
+
+def distribution_name(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_packages_that_modules_import_are_declared():
+    """A package that is installed only because another one requires it may disappear with an update of that one."""
+    declared, distributions = declared_distributions(), importlib.metadata.packages_distributions()
+    exempt = {"verl", *OPTIONAL, *sys.stdlib_module_names}
+    for path in python_files("verl"):
+        if relative(path).startswith("verl/cli/starter/"):  # belongs to the user
+            continue
+        for target, line in imported_modules(parsed(path).body):
+            package = target.split(".")[0]
+            names = {distribution_name(name) for name in distributions.get(package, [package])}
+            assert package in exempt or names & declared, f"{relative(path)}:{line}: declare {package}"
 
 
 def test_every_file_has_a_docstring():
