@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Help and errors of options appear before torch is imported, which takes seconds.
     """
     options = options_parser().parse_args(arguments)
-    setup_logging(console=LINE, with_time=True)
+    logger = setup_logging(console=LINE, with_time=True)
+    logger.info("start-up: importing the server for %s", options.model)
     use_single_heap()
     with show_startup(), startup_phase("imports"):
         from verl.inference.serving.app import in_options

@@ -132,16 +132,23 @@ def test_fish_completes_kinds_only_as_the_first_argument(capsys):
 
 
 @pytest.mark.usefixtures("logging_as_before")
-def test_the_server_logs_its_imports(monkeypatch):
+def test_the_server_logs_a_line_before_its_imports(monkeypatch, capsys):
     """They take seconds, on a busy machine tens of seconds."""
-    phases = []
+    phases, lines = [], []
+
+    def startup_phase(name):
+        phases.append(name)
+        lines.extend(capsys.readouterr().err.splitlines())
+        return nullcontext()
+
     program, app = ModuleType("verl.inference.serving.program"), ModuleType("verl.inference.serving.app")
     program.serve, app.in_options = lambda options: phases.append(options.model), str
     for module in (program, app):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("verl.inference.server.startup_phase", lambda name: phases.append(name) or nullcontext())
-    assert main(["serve", "--model", "a"]) == 0
-    assert phases == ["imports", "a"]
+    monkeypatch.setattr("verl.inference.server.startup_phase", startup_phase)
+    assert main(["serve", "--model", "a/model"]) == 0
+    assert phases == ["imports", "a/model"]
+    assert ["a/model" in line for line in lines] == [True]
 
 
 def test_the_module_of_the_server_imports_neither_torch_nor_a_web_server():

@@ -161,6 +161,12 @@ def greedy(folder, prompt, count):
     return new.tolist(), log_probs.gather(1, new[:, None])[:, 0]
 
 
+def test_the_first_line_appears_before_the_imports(server, log, folder):
+    first, second, *_ = log.read_text().splitlines()
+    assert str(folder) in first
+    assert "imports" in second
+
+
 def test_the_model_is_listed_under_its_names(client, folder):
     assert [model.id for model in client.models.list()] == [str(folder), "tiny"]
     assert client.models.retrieve("tiny").owned_by == "verl"
