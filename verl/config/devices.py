@@ -5,12 +5,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_CGROUP_MEMBERSHIPS = Path("/proc/self/cgroup")
 
 
 def visible_gpu_count() -> int:
@@ -96,26 +97,53 @@ def host_memory_available() -> int:
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = _cgroup_memory()
-    return available if limit is None else min(available, limit - used)
+    return min([available, *(limit - used for limit, used in _cgroup_limits())])
 
 
 def host_memory_total() -> int:
     """Return the installed memory of this machine, or the limit of its container, in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, _ = _cgroup_memory()
-    return total if limit is None else min(total, limit)
+    return min([total, *(limit for limit, _ in _cgroup_limits())])
 
 
-def _cgroup_memory() -> tuple[int | None, int]:
-    """Return the memory limit of the container and its used memory in bytes, by cgroup version 2 or else 1; None: there
-    is no limit."""
-    for names in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        limit, used = (_CGROUP_ROOT / name for name in names)
-        if limit.exists():
-            text = limit.read_text().strip()
-            return (None if text == "max" else int(text)), int(used.read_text())
-    return None, 0
+class _CgroupFiles(NamedTuple):
+    """File names of the memory controller."""
+
+    limit: str
+    used: str
+    counters: str
+
+
+_V2 = _CgroupFiles("memory.max", "memory.current", "memory.events")
+_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+
+
+def _memory_cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
+    """Yield the folders of this process's memory cgroup (version 2 or 1) and of the groups above it, the most specific
+    first, with the names of their files. A folder may not exist: in a container, its path may be that of the host,
+    while the root is the container's cgroup."""
+    memberships = _CGROUP_MEMBERSHIPS.read_text().splitlines() if _CGROUP_MEMBERSHIPS.exists() else []
+    for line in memberships:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, files = (_CGROUP_ROOT / "memory", _V1) if controllers else (_CGROUP_ROOT, _V2)
+        own = root / path.lstrip("/")
+        for folder in (own, *own.parents):
+            yield folder, files
+            if folder == root:
+                break
+
+
+def _cgroup_limits() -> list[tuple[int, int]]:
+    """Return (limit, used memory) in bytes of every memory cgroup that limits this process."""
+    limits = []
+    for folder, files in _memory_cgroups():
+        limit = folder / files.limit
+        text = limit.read_text().strip() if limit.exists() else "max"
+        if text != "max":
+            limits.append((int(text), int((folder / files.used).read_text())))
+    return limits
 
 
 @dataclass(frozen=True)
@@ -149,18 +177,8 @@ def oom_kills(files: Sequence[Path]) -> int | None:
 
 
 def cgroup_counters() -> list[Path]:
-    """Return files that may have the OOM kill counter of this process's memory cgroup (version 2 or 1), the most
-    specific first."""
-    memberships, root = Path("/proc/self/cgroup"), _CGROUP_ROOT
-    files = []
-    for line in memberships.read_text().splitlines() if memberships.exists() else ():
-        _, controllers, path = line.split(":", 2)
-        # In a container, the path may be that of the host, while the root is the container's cgroup: both are tried.
-        if not controllers:  # version 2
-            files += [root / path.lstrip("/") / "memory.events", root / "memory.events"]
-        elif "memory" in controllers.split(","):
-            files += [root / "memory" / path.lstrip("/") / "memory.oom_control", root / "memory/memory.oom_control"]
-    return files
+    """Return files that may have the OOM kill counter of this process's memory cgroup, the most specific first."""
+    return [folder / files.counters for folder, files in _memory_cgroups()]
 
 
 class _Memory(ctypes.Structure):

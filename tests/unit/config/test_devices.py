@@ -37,23 +37,51 @@ class Library:
         return 0
 
 
+V1, V2 = "9:cpu:/\n4:memory:{0}\n0::{0}\n", "0::{0}\n"
+
+
+@pytest.mark.parametrize("path", ["/", "/pod/container"])
 @pytest.mark.parametrize(
-    ("files", "limited"),
+    ("memberships", "group", "files", "limited"),
     [
-        ({"memory.max": "3000", "memory.current": "1000"}, True),
-        ({"memory.max": "max", "memory.current": "1000", "memory/memory.limit_in_bytes": "9"}, False),
-        ({"memory/memory.limit_in_bytes": "3000", "memory/memory.usage_in_bytes": "1000"}, True),
-        ({"memory/memory.limit_in_bytes": str(2**63 - 4096), "memory/memory.usage_in_bytes": "1000"}, False),
-        ({}, False),
+        (V2, ".", {"memory.max": "3000", "memory.current": "1000"}, True),
+        (V2, "pod", {"memory.max": "3000", "memory.current": "1000"}, True),
+        (V2, "pod/container", {"memory.max": "3000", "memory.current": "1000"}, True),
+        (V2, "pod/other", {"memory.max": "3000", "memory.current": "1000"}, False),
+        (V2, ".", {"memory.max": "max", "memory.current": "1000"}, False),
+        (V1, "memory", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "1000"}, True),
+        (V1, "memory/pod", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "1000"}, True),
+        (V1, "memory/pod/container", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "1000"}, True),
+        (V1, "memory/pod/other", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "1000"}, False),
+        (V1, "memory", {"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "1000"}, False),
+        (V1, ".", {}, False),
+        ("", ".", {"memory.max": "3000", "memory.current": "1000"}, False),
     ],
 )
-def test_host_memory_is_limited_by_either_version_of_cgroups(tmp_path, monkeypatch, files, limited):
-    monkeypatch.setattr(devices, "_CGROUP_ROOT", tmp_path)
-    (tmp_path / "memory").mkdir()
+def test_host_memory_is_limited_by_the_cgroup_and_those_above_it(
+    tmp_path, monkeypatch, path, memberships, group, files, limited
+):
+    root, own = tmp_path / "root", tmp_path / "cgroup"
+    own.write_text(memberships.format(path))
+    (root / group).mkdir(parents=True)
     for name, content in files.items():
-        (tmp_path / name).write_text(content + "\n")
+        (root / group / name).write_text(content + "\n")
+    monkeypatch.setattr(devices, "_CGROUP_ROOT", root)
+    monkeypatch.setattr(devices, "_CGROUP_MEMBERSHIPS", own)
+    limited = limited and (path != "/" or group in (".", "memory"))
     assert (devices.host_memory_available() == 2000) is limited
     assert (devices.host_memory_total() == 3000) is limited
+
+
+def test_the_strictest_cgroup_counts(tmp_path, monkeypatch):
+    (tmp_path / "cgroup").write_text("0::/pod/container\n")
+    for folder, limit, used in (("pod", 5000, 4500), ("pod/container", 3000, 1000)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.current").write_text(f"{used}\n")
+    monkeypatch.setattr(devices, "_CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr(devices, "_CGROUP_MEMBERSHIPS", tmp_path / "cgroup")
+    assert (devices.host_memory_available(), devices.host_memory_total()) == (500, 3000)
 
 
 @pytest.mark.parametrize(
