@@ -176,14 +176,26 @@ class AgentLoopBase(ABC):
         """
         ids = self._templated(list(messages), tools, add_generation_prompt=True, **template_kwargs)
         if remove_system_prompt:
-            # Two equal messages are as long as one plus the message itself: the difference is the system prompt.
-            one, two = (
-                self._templated([{"role": "user", "content": ""}] * count, None, **template_kwargs) for count in (1, 2)
-            )
-            ids = ids[2 * len(one) - len(two) :]
+            ids = ids[self._prefix_length(template_kwargs) :]
         if (trace := current_trace()) is not None:
             trace.rendered_messages[tuple(ids)] = [dict(message) for message in messages]
         return _TokenIds(ids)
+
+    def _prefix_length(self, template_kwargs: Mapping[str, Any]) -> int:
+        """Number of tokens that the template inserts before the first message."""
+        user, assistant = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+        refusal: Exception | None = None
+        for messages in ([user], [user, assistant]):  # many templates require alternating roles
+            try:
+                one, two = (self._templated(messages * count, None, **template_kwargs) for count in (1, 2))
+            except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
+                refusal = error
+            else:
+                return _repetition_start(one, two)
+        raise ValueError(
+            f"remove_system_prompt: the chat template renders no conversation without a system message ({refusal})."
+            " Set data.apply_chat_template_kwargs.chat_template to one that does, or do not remove the system prompt."
+        ) from refusal
 
     def _templated(self, messages: list[Any], tools: Any, **template_kwargs: Any) -> list[int]:
         kwargs = self.apply_chat_template_kwargs | template_kwargs
@@ -195,6 +207,17 @@ class AgentLoopBase(ABC):
                 f" rollout.max_model_len={self.rollout_config.max_model_len} tokens. Shorten them."
             )
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _repetition_start(once: list[int], twice: list[int]) -> int:
+    """Return the number of tokens before the messages that are rendered `once` and, repeated, `twice`.
+
+    Tokens that the template writes after the last message are equal in both.
+    """
+    length = len(twice) - len(once)
+    last = max(0, len(once) - length)  # if nothing follows the messages
+    starts = (start for start in range(last, -1, -1) if twice[start:][:length] == twice[start + length :][:length])
+    return next(starts, last)
 
 
 AGENT_LOOPS: Registry[type[AgentLoopBase]] = Registry("agent_name", names.AGENT_LOOPS)

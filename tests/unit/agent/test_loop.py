@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.chat_models import chat_tokenizer
 from tests.support.tiny import tiny_tokenizer
 from verl.agent.gateway.agent import load_agent
 from verl.agent.loop import (
@@ -136,3 +137,37 @@ def test_the_chat_template_may_be_awaited_or_not_and_leaves_out_what_it_writes_b
     assert tokenizer.decode(plain) == "sys 1 + 2 go"
     assert awaited == plain
     assert tokenizer.decode(short) == "1 + 2 go"
+
+
+def loop_of(tokenizer) -> SingleTurnAgentLoop:
+    config = SimpleNamespace(data=SimpleNamespace(apply_chat_template_kwargs={}))
+    rollout = SimpleNamespace(max_model_len=1000)
+    return SingleTurnAgentLoop(
+        config=config, rollout_config=rollout, server_manager=None, tokenizer=tokenizer, loop=object()
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "inserted"),
+    [
+        *(("gemma2", "<bos>"), ("gemma3", "<bos>"), ("mistral", "<s>"), ("llama2", "")),  # roles must alternate
+        ("hermes", "<|begin_of_text|>"),
+        ("phi3", ""),  # writes a token at the end of a conversation
+    ],
+)
+def test_what_templates_of_public_models_insert_is_left_out(family, inserted):
+    loop, messages = loop_of(chat_tokenizer(family)), [{"role": "user", "content": "1 + 2"}]
+    whole, short = (list(loop.apply_chat_template(messages, remove_system_prompt=remove)) for remove in (False, True))
+    assert loop.tokenizer.decode(whole[: len(whole) - len(short)]) == inserted
+    assert whole[len(whole) - len(short) :] == short
+
+
+def test_a_template_that_requires_a_system_message_is_refused_with_its_reason():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(ValueError, match=r"remove_system_prompt: .*no system message.*apply_chat_template_kwargs"):
+        loop_of(tokenizer).apply_chat_template(messages, remove_system_prompt=True)
