@@ -202,10 +202,7 @@ def started_driver(tests, **job):
     """A driver without its input, and the blocks of that: the job and those of `tests`."""
     job = {"solution": "def f(x): return x", "kinds": [test.kind for test in tests], "stop_at_failure": False, **job}
     texts = map(json.dumps, [job, *(block for test in tests for block in test.blocks())])
-    program = code.driver_program(preloaded=False).replace(
-        "_STATEMENTS_TIMEOUT_S = 60.0", "_STATEMENTS_TIMEOUT_S = 5.0"
-    )
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", code.driver_program(preloaded=False)]
     driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     return driver, [f"{len(text):10d}{text}" for text in texts]
 
@@ -221,10 +218,26 @@ def test_statements_that_arrive_late_do_not_shift_those_of_later_tests():
     assert [json.loads(line).get("report") for line in stdout.splitlines()] == [test.token for test in tests]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_checker_that_is_killed_or_stopped_before_it_reads_a_test_is_replaced(number):
+def test_statements_that_do_not_arrive_use_up_the_budget_and_no_more():
     tests = read_tests(["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"])
-    driver, blocks = started_driver(tests, timeout=20.0, budget=60.0)
+    driver, blocks = started_driver(tests, timeout=1.0, budget=4.0)
+    with driver:
+        driver.stdin.write("".join(blocks[:2]))
+        driver.stdin.flush()
+        try:
+            outcomes = [json.loads(driver.stdout.readline()) for _ in tests]  # stdin stays open
+        finally:
+            driver.kill()
+    assert [outcome["status"] for outcome in outcomes] == ["done", "timeout", "timeout"]
+
+
+@pytest.mark.parametrize(
+    ("number", "statuses"), [(signal.SIGKILL, ["done"] * 3), (signal.SIGSTOP, ["done", "timeout", "timeout"])]
+)
+def test_a_checker_that_is_killed_before_it_reads_a_test_is_replaced(number, statuses):
+    """A stopped one is not: it may have read the test."""
+    tests = read_tests(["assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3"])
+    driver, blocks = started_driver(tests, timeout=20.0, budget=60.0 if number == signal.SIGKILL else 5.0)
     with driver:
         driver.stdin.write("".join(blocks[:2]))
         driver.stdin.flush()
@@ -235,8 +248,10 @@ def test_a_checker_that_is_killed_or_stopped_before_it_reads_a_test_is_replaced(
             stdout, _ = driver.communicate("".join(blocks[2:]), timeout=60)
         finally:
             driver.kill()
-    outcomes = map(json.loads, [first, *stdout.splitlines()])
-    assert [outcome.get("report") for outcome in outcomes] == [test.token for test in tests]
+    outcomes = [json.loads(line) for line in [first, *stdout.splitlines()]]
+    assert [outcome["status"] for outcome in outcomes] == statuses
+    reports = [test.token if status == "done" else None for test, status in zip(tests, statuses, strict=True)]
+    assert [outcome.get("report") for outcome in outcomes] == reports
 
 
 def test_humaneval_checks_the_entry_point_and_may_be_continued():

@@ -45,8 +45,6 @@ from typing import *
 """
 _LAST_LINES = 3
 _READ_SIZE = 1 << 16
-# Time limit for reading the statements of a test, which may arrive late.
-_STATEMENTS_TIMEOUT_S = 60.0
 _prelude: dict[str, Any] = {}
 exec(PRELUDE, _prelude)  # at import: the process of every test inherits it
 Outcome = dict[str, Any]
@@ -65,15 +63,14 @@ def main() -> None:
     checked_tests = CheckedTests(solution)
     end = time.monotonic() + job["budget"]
     for number, kind in enumerate(job["kinds"], 1):
-        seconds = min(job["timeout"], end - time.monotonic())
-        if seconds <= 0:
+        if time.monotonic() >= end:
             write_line({"status": "timeout"})
             continue
         with fresh_folder():
             if kind == "checked":
-                outcome = checked_tests.run(seconds, last=number == len(job["kinds"]))
+                outcome = checked_tests.run(job["timeout"], end, last=number == len(job["kinds"]))
             else:
-                outcome = run_alone(solution, read_block(), seconds)
+                outcome = run_alone(solution, read_block(), min(job["timeout"], end - time.monotonic()))
         write_line(outcome)
         if outcome["status"] != "done" and job["stop_at_failure"]:
             return
@@ -144,11 +141,13 @@ class CheckedTests:
         self._checker: int | None = None
         self._control: socket.socket  # sends tests to the checker, receives verdicts
 
-    def run(self, seconds: float, last: bool) -> Outcome:
-        """Run the next test in the working directory. `last`: no other test follows."""
-        if self._checker is not None or not last:
-            self._await_statements()
-        deadline = time.monotonic() + seconds
+    def run(self, timeout: float, end: float, last: bool) -> Outcome:
+        """Run the next test in the working directory, for `timeout` seconds and until `end` at most. `last`: no other
+        test follows."""
+        if (self._checker is not None or not last) and not self._await_statements(end):
+            return {"status": "timeout"}
+        deadline = min(time.monotonic() + timeout, end)
+        seconds = max(0.0, deadline - time.monotonic())
         ours, theirs = socket.socketpair()
         checker_pids = [os.getpid()] if self._checker is None else [os.getpid(), self._checker]
         candidate = fork(lambda: run_candidate(theirs.fileno(), checker_pids, self._solution, seconds))
@@ -178,21 +177,26 @@ class CheckedTests:
         self._control.close()
         self._checker = None
 
-    def _await_statements(self) -> None:
-        """Let the checker read the next block, outside of the test's time limit. A checker that was killed is replaced
-        once: a block that none reads would be taken for that of the next test."""
+    def _await_statements(self, end: float) -> bool:
+        """Let the checker read the next block, which may arrive late: outside of the test's time limit. A checker that
+        was killed is replaced once: a block that none reads would be taken for that of the next test.
+
+        False: it has not read the block at `end`.
+        """
         for _ in range(2):
             if self._checker is None:
                 self._start_checker()
-            if self._reads_statements():
-                return
-            self._end_checker()
+            has_read = self._reads_statements(end)
+            if not has_read:
+                self._end_checker()
+            if has_read or time.monotonic() >= end:
+                return has_read
         raise RuntimeError("the statements of a test could not be read by two checker processes")
 
-    def _reads_statements(self) -> bool:
+    def _reads_statements(self, end: float) -> bool:
         try:
             self._control.sendall(b"\n")
-            answered = select.select([self._control], [], [], _STATEMENTS_TIMEOUT_S)[0]
+            answered = select.select([self._control], [], [], max(0.0, end - time.monotonic()))[0]
             return bool(answered) and self._control.recv(1) == b"\n"
         except OSError:  # the checker was killed
             return False
