@@ -136,16 +136,18 @@ class Gateway:
 
     def _append(self, state: dict[str, Any]) -> None:
         with self._writing:
-            file = self._out.open("ab")
-            size = os.fstat(file.fileno()).st_size
+            descriptor = os.open(self._out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            size = os.fstat(descriptor).st_size
             try:
-                with file:
+                with open(descriptor, "ab", closefd=False) as file:
                     file.writelines(piece.encode(errors="backslashreplace") for piece in json_pieces(state))
                     file.write(b"\n")
             except BaseException:
                 with contextlib.suppress(OSError):  # half of a line would make the next one invalid, too
-                    os.truncate(self._out, size)
+                    os.ftruncate(descriptor, size)  # the path may name another file now: logs are rotated
                 raise
+            finally:
+                os.close(descriptor)
 
 
 def _parser() -> argparse.ArgumentParser:

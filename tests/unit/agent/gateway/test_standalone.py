@@ -17,8 +17,7 @@ import openai
 import pytest
 
 from tests.support.tiny import save_tiny_model, tiny_tokenizer
-
-pytestmark = pytest.mark.processes
+from verl.agent.gateway import __main__ as program
 
 
 def started(folder, log, out):
@@ -33,6 +32,27 @@ def started(folder, log, out):
     return process, found[1]
 
 
+def test_a_session_that_cannot_be_written_leaves_no_half_line_in_its_file_only(tmp_path, monkeypatch):
+    """The file is rotated while the session is written."""
+    out, rotated = tmp_path / "sessions.jsonl", tmp_path / "sessions.jsonl.1"
+    out.write_text("{}\n")
+
+    def pieces(state):
+        yield '{"id": ' + "x" * 2**20
+        out.rename(rotated)
+        out.write_text('{"id": "of another program"}\n')
+        raise OSError("no space left")
+
+    monkeypatch.setattr(program, "json_pieces", pieces)
+    arguments = ["--model", "a", "--out", str(out)]
+    gateway = program.Gateway(None, None, program._parser().parse_args(arguments))
+    with pytest.raises(OSError, match="no space left"):
+        gateway._append({})
+    assert rotated.read_text() == "{}\n"
+    assert out.read_text() == '{"id": "of another program"}\n'
+
+
+@pytest.mark.processes
 @pytest.mark.slow
 def test_an_agent_is_tried_and_its_sessions_are_written(tmp_path):
     folder, out = save_tiny_model(tmp_path / "model"), tmp_path / "made" / "sessions.jsonl"
