@@ -122,7 +122,7 @@ class EngineWeights:
             self._check_received(expected)
         except WeightMismatchError as problem:
             error = problem
-        # A rank that has failed before (`BaseRollout.raise_on_peers`) or fails here takes no part in the sums below.
+        # A rank that has failed before (`BaseRollout.exchange_error`) or fails here takes no part in the sums below.
         error = self._parallel.exchange_error(error)
         if error is not None:
             raise error

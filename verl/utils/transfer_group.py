@@ -68,7 +68,7 @@ class TransferGroup:
         timeout_s: float = _BROADCAST_S,
         prefix: str | None = None,
     ) -> None:
-        """Each broadcast may take `timeout_s`; if a member dies during a broadcast, the others raise TransferLostError.
+        """Each broadcast may take `timeout_s`. If it fails in a member, or a member dies, all raise TransferLostError.
 
         `prefix` of the keys in the store: for groups with third-party members.
         """
@@ -82,11 +82,11 @@ class TransferGroup:
                 tcp_store = dist.TCPStore(store.host, store.port, is_master=False, timeout=joining)
             # Kept: the store must live as long as the group.
             self._store = dist.PrefixStore(prefix or f"weights/{backend}", tcp_store)
-            self._group = _make_group(backend, self._store, rank, size, joining, timedelta(seconds=timeout_s))
+            self._group: Any = _make_group(backend, self._store, rank, size, joining, timedelta(seconds=timeout_s))
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy the sender's tensor into `tensor` (on `self.device`) of every other member."""
-        with _as_transfer_lost():
+        with self._leave_if_lost():
             self._group.broadcast(tensor, self.SENDER).wait()
         return tensor
 
@@ -104,7 +104,7 @@ class TransferGroup:
         """Return the ranks that passed `flag=True`; waits for all members."""
         flags = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         flags[self.rank] = int(flag)
-        with _as_transfer_lost():
+        with self._leave_if_lost():
             self._group.allreduce([flags]).wait()
         return flags.nonzero().flatten().tolist()
 
@@ -113,7 +113,28 @@ class TransferGroup:
 
         With gloo, that broadcast only ends when its connection is lost, i.e. when the process at the other end ends.
         """
-        self._group.abort()
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def leave(self) -> None:
+        """Close the connections, so that the calls of the other members fail now and not at their time limit. Later
+        calls raise TransferLostError. Not during a broadcast of another thread."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+        del group  # gloo closes connections when the group is freed
+
+    @contextmanager
+    def _leave_if_lost(self) -> Iterator[None]:
+        if self._group is None:
+            raise TransferLostError("weights: this process has left the transfer group. Create a new group.")
+        try:
+            with _as_transfer_lost():
+                yield
+        except TransferLostError:
+            self.leave()
+            raise
 
 
 @contextmanager

@@ -154,9 +154,13 @@ class BaseRollout(ABC):
     def fail_update(self, error: Exception) -> None:
         """End a failed update, instead of `finish_update`: unfinished requests fail with `error`."""
 
-    def raise_on_peers(self, error: Exception) -> None:  # noqa: B027 - a hook
-        """Called instead of `finish_update` after an update has failed on this rank: `finish_update` on the other ranks
-        that share the engine then raises an error, too."""
+    def exchange_error(self, error: Exception | None) -> Exception | None:
+        """Return this rank's error; if only other ranks that share the engine have failed, an error with theirs; None:
+        no rank has failed. A collective of these ranks.
+
+        `finish_update` contains one. A rank on which the update has failed calls this instead of `finish_update`.
+        """
+        return error
 
     @keyword_aliases(iterator="weights")
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int | None = None) -> None:
@@ -168,7 +172,7 @@ class BaseRollout(ABC):
                 self.load_bucket({name: tensor})
                 sums[name] = tensor_fingerprint(tensor, self.weight_dtype)
         except Exception as error:
-            self.raise_on_peers(error)
+            self.exchange_error(error)
             self.fail_update(error)
             raise
         self.finish_update({name: int(total) for name, total in sums.items()})

@@ -62,8 +62,8 @@ class NativeRollout(EmbeddedRollout):
         """Return the number of preempted sequences so far."""
         return self._scheduler.num_preempted
 
-    def raise_on_peers(self, error: Exception) -> None:
-        self._parallel.exchange_error(error)
+    def exchange_error(self, error: Exception | None) -> Exception | None:
+        return self._parallel.exchange_error(error)
 
     def _cuda_graphs(self) -> int:
         return self._runner.captured_graphs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from verl.utils.transfer_group import TransferGroup, TransferLostError
 from verl.utils.weight_fingerprint import Placement, fingerprints
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.weights import BucketPiece, TensorAssembler, bucket_layout, dtype_name, layout_bytes
+
+logger = logging.getLogger(__name__)
 
 # Large enough to make the fixed costs of a bucket negligible, small compared with a model shard.
 DEFAULT_BUCKET_BYTES = 512 * 1024**2
@@ -53,7 +56,7 @@ class InProcessTransfer:
                 rollout.fail_update(error)
             raise
         if steps.error is not None:
-            rollout.raise_on_peers(steps.error)
+            rollout.exchange_error(steps.error)
             if begun:
                 rollout.fail_update(steps.error)
             raise steps.error
@@ -154,19 +157,23 @@ class BroadcastReceiver:
         self.group = group
 
     def receive(self, rollout: BaseRollout) -> SyncStats:
-        """Receive one version. After an error the remaining buckets are received and dropped, so that no rank waits."""
+        """Receive one version. After an error the remaining buckets are received and dropped, so that no rank waits.
+
+        An error on one of the ranks that share an engine, such as a lost connection, is raised on all of them.
+        """
         steps, loader = StepsUntilError(), _Loader(rollout)
         try:
-            tensors, size = self._receive(rollout, steps, loader)
+            tensors, size = self._receive(steps, loader)
         except TransferLostError as error:
             steps.error = error
+            loader.raise_on_peers(error)
         if steps.error is not None:
             if loader.begun:
                 rollout.fail_update(steps.error)
             raise steps.error
         return SyncStats(tensors, size)
 
-    def _receive(self, rollout: BaseRollout, steps: StepsUntilError, loader: _Loader) -> tuple[int, int]:
+    def _receive(self, steps: StepsUntilError, loader: _Loader) -> tuple[int, int]:
         """Receive one version, executing each load by `steps`; return (number of tensors, bytes)."""
         size = 0
         first = self.group.broadcast_json()
@@ -178,19 +185,26 @@ class BroadcastReceiver:
             flat = self.group.broadcast(torch.empty(layout_bytes(layout), dtype=torch.uint8, device=self.group.device))
             steps.run(loader.load, {piece.key: piece.view(flat) for piece in layout})
             size += flat.numel()
-        if steps.error is not None and "error" not in header:
-            rollout.raise_on_peers(steps.error)
+        steps.run(_raise_sender_error, header)
+        if steps.error is not None:
+            loader.raise_on_peers(steps.error)
         steps.run(loader.finish, header)
         self.group.members_with_flag(steps.error is not None)
         return len(header.get("fingerprint", ())), size
 
 
 class _Loader:
-    """Loads the requested weights of one version into an engine."""
+    """Loads the requested weights of one version into an engine.
+
+    The ranks that share the engine exchange their errors twice: before the update begins, which waits for all of them,
+    and at its end.
+    """
 
     def __init__(self, rollout: BaseRollout) -> None:
         self._rollout, self._requested_rows = rollout, rollout.requested_rows()
         self._assembler = TensorAssembler({})
+        self._error_is_known = False
+        """Whether no further exchange follows: it has taken place, or the peers have raised an error before."""
         self.begun = False
 
     def requests_others(self, trained: Sequence[str]) -> bool:
@@ -198,13 +212,11 @@ class _Loader:
         return self._requested_rows is None or not self._requested_rows.keys() <= set(trained)
 
     def begin(self, header: dict[str, Any]) -> None:
-        self._raise_sender_error(header)
-        dtype = dtype_name(self._rollout.weight_dtype)
-        if header["dtype"] != dtype:
-            raise WeightMismatchError(
-                f"weights: the trainer sends {header['dtype']}, but the rollout has {dtype}. Set rollout.dtype"
-                " explicitly (auto depends on the device)."
-            )
+        check = StepsUntilError()
+        check.run(self._check_header, header)
+        if (error := self._rollout.exchange_error(check.error)) is not None:
+            self._error_is_known = True
+            raise error
         specs = header["manifest"]
         manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
         self._assembler = TensorAssembler(manifest)
@@ -219,14 +231,34 @@ class _Loader:
         self._rollout.load_bucket(bucket)
 
     def finish(self, header: dict[str, Any]) -> None:
-        self._raise_sender_error(header)
         sent = header["fingerprint"]
         names = sent if self._requested_rows is None else self._requested_rows
+        self._error_is_known = True
         self._rollout.finish_update({name: total for name, total in sent.items() if name in names})
 
-    def _raise_sender_error(self, header: dict[str, Any]) -> None:
-        if "error" in header:
-            raise WeightMismatchError(f"weights: the trainer failed while sending: {header['error']}")
+    def raise_on_peers(self, error: Exception) -> None:
+        """Take part in the next exchange of the ranks that share the engine with this error, unless they know it."""
+        if self._error_is_known:
+            return
+        self._error_is_known = True
+        try:
+            self._rollout.exchange_error(error)
+        except RuntimeError as lost:  # a peer has died; `error` is the cause
+            logger.warning("weights: the other ranks of this engine do not respond after %s: %s", error, lost)
+
+    def _check_header(self, header: dict[str, Any]) -> None:
+        _raise_sender_error(header)
+        dtype = dtype_name(self._rollout.weight_dtype)
+        if header["dtype"] != dtype:
+            raise WeightMismatchError(
+                f"weights: the trainer sends {header['dtype']}, but the rollout has {dtype}. Set rollout.dtype"
+                " explicitly (auto depends on the device)."
+            )
+
+
+def _raise_sender_error(header: dict[str, Any]) -> None:
+    if "error" in header:
+        raise WeightMismatchError(f"weights: the trainer failed while sending: {header['error']}")
 
 
 def _weight_name(key: str | TensorSlice) -> str:
