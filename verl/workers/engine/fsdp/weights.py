@@ -94,11 +94,9 @@ class ModelWeights:
             if routing is not None and not routing.is_requested(name):
                 continue
             target = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            size = target.itemsize * value.numel()
-            parts = 1 if routing is None or self._has_adapter(name) else max(1, math.ceil(size / max_bytes))
-            for slab in Slab(name, value, target).split(parts):
-                rows = (slab.height if slab.stop is None else slab.stop) - slab.start
-                yield slab, size * rows // max(1, slab.height)
+            whole = Slab(name, value, target)
+            slabs = [whole] if routing is None or self._has_adapter(name) else whole.split(max_bytes)
+            yield from ((slab, slab.nbytes) for slab in slabs)
 
     def _merged(self, slab: Slab, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the full weight with its adapter. A collective."""
@@ -217,12 +215,19 @@ class Slab:
         """Elements of a row."""
         return math.prod(self.value.shape[1:])
 
-    def split(self, parts: int) -> Iterator[Slab]:
-        """Yield about `parts` slabs, each with the same rows of every shard."""
-        if parts <= 1:
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the rows of all shards."""
+        if self.stop is None:
+            return self.dtype.itemsize * self.value.numel()
+        return self.dtype.itemsize * self.width * sum(len(self.rows_of(shard)) for shard in range(self.shards))
+
+    def split(self, max_bytes: int) -> Iterator[Slab]:
+        """Yield slabs of at most `max_bytes`, each with the same rows of every shard, and at least one row."""
+        step = max(1, max_bytes // max(1, self.dtype.itemsize * self.width * self.shards))
+        if self.nbytes <= max_bytes or step >= self.height:
             yield self
             return
-        step = math.ceil(self.height / parts)
         for start in range(0, self.height, step):
             yield replace(self, start=start, stop=min(start + step, self.height))
 
