@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 
@@ -81,6 +82,39 @@ def test_a_full_disk_fails(monkeypatch, tmp_path):
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     assert all(check.status == "failed" and check.remedy for check in doctor.check_disk())
+
+
+@pytest.mark.parametrize(
+    ("files", "processes", "statuses", "values"),
+    [
+        ((64, 4096), (64, 64), ["ok", "failed"], ["64, at most 4096", "64, at most 64"]),
+        ((64, 4095), (4095, 9999), ["warning", "warning"], ["64, at most 4095", "4095, at most 9999"]),
+        ((64, 255), (256, 256), ["failed", "warning"], ["64, at most 255", "256, at most 256"]),
+        ((64, -1), (-1, -1), ["ok", "ok"], ["64, at most unlimited", "unlimited, at most unlimited"]),
+    ],
+)
+def test_limits_count_where_a_run_meets_them(monkeypatch, files, processes, statuses, values):
+    """Of open files the hard limit, to which Ray raises the other; of processes the soft limit."""
+    limits = {resource.RLIMIT_NOFILE: files, resource.RLIMIT_NPROC: processes}
+    monkeypatch.setattr(doctor.resource, "getrlimit", limits.__getitem__)
+    monkeypatch.setattr(doctor.resource, "RLIM_INFINITY", -1)
+    *_, open_files, threads = doctor.check_limits()
+    assert ([open_files.name, threads.name], [open_files.status, threads.status]) == (
+        ["open files", "processes"],
+        statuses,
+    )
+    assert [open_files.value, threads.value] == values
+    for check, command in ((open_files, "ulimit -n"), (threads, "ulimit -u")):
+        assert (command in check.remedy) == (check.status != "ok")
+
+
+@pytest.mark.parametrize(("free", "status"), [(1e9, "warning"), (2e9, "ok")])
+def test_little_shared_memory_is_a_warning(monkeypatch, free, status):
+    monkeypatch.setattr(doctor.Path, "is_dir", lambda path: True)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free}))
+    shared, *_ = doctor.check_limits()
+    assert (shared.name, shared.value, shared.status) == ("/dev/shm", f"{free / 1e9:.1f} GB free", status)
+    assert ("--shm-size" in shared.remedy) == (status != "ok")
 
 
 def test_a_cluster_that_does_not_respond_fails(monkeypatch):

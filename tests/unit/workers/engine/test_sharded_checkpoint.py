@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from verl.utils.checkpoint.manifest import ChecksumRecorder
 from verl.workers.engine.common import groups, sharded_checkpoint
@@ -54,3 +57,16 @@ def test_what_two_would_write_is_refused(tmp_path: Path) -> None:
     chunks = [Chunk("matrix", (6, 8), (start, 0), WHOLE[start : start + 4]) for start in (0, 2)]
     with pytest.raises(RuntimeError, match=r"rank 0: .*key:matrix"), ChecksumRecorder(tmp_path) as recorder:
         save_chunks(chunks, tmp_path, recorder, None)
+
+
+@pytest.mark.parametrize("state", [(), (None,), ("torch.float32",), [torch.float32]])
+def test_metadata_without_the_dtype_of_a_tensor_is_damaged(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, state: Any
+) -> None:
+    """torch stores the properties of a tensor as a tuple, the state of a pickled object; another may be empty."""
+    file = saved / sharded_checkpoint.METADATA
+    metadata = pickle.loads(file.read_bytes())
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda properties: state)
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata: (matrix|step) has no dtype\. Copy the checkpoint again"):
+        sharded_checkpoint.read_folder(saved)
