@@ -321,6 +321,7 @@ def stage_layers(
     differs from the others. `embedding_counts`, `loss_counts`: the embedding or the loss counts as a layer.
     """
     chunks = vpp or 1
+    counted = [name for name, counts in (("the embedding", embedding_counts), ("the loss", loss_counts)) if counts]
     if chunks > 1 and pp == 1:
         raise ValueError(
             f"virtual_pipeline_model_parallel_size: {vpp} requires several pipeline stages, but "
@@ -334,8 +335,8 @@ def stage_layers(
             )
         counts = _uneven_stages(layers, pp, first, last)
     else:
-        counts = [_layers_per_stage(layers + embedding_counts + loss_counts, pp)] * pp
-    sizes = [[_layers_per_chunk(count, chunks)] * chunks for count in counts]
+        counts = [_layers_per_stage(layers, counted, pp)] * pp
+    sizes = [[_layers_per_chunk(count, counted, chunks)] * chunks for count in counts]
     sizes[0][0] -= embedding_counts
     sizes[-1][-1] -= loss_counts
     if min(map(min, sizes)) < 0:
@@ -360,20 +361,25 @@ def _uneven_stages(layers: int, pp: int, first: int | None, last: int | None) ->
     return [*([] if first is None else [first]), *middle, *([] if last is None else [last])]
 
 
-def _layers_per_stage(layers: int, pp: int) -> int:
-    if layers % pp:
-        divisors = [size for size in range(1, layers + 1) if layers % size == 0]
+def _layers_per_stage(layers: int, counted: list[str], pp: int) -> int:
+    """`counted`: what counts as a layer in addition to the layers of the model."""
+    total = layers + len(counted)
+    if total % pp:
+        divisors = [size for size in range(1, total + 1) if total % size == 0]
+        sum_text = f" ({' and '.join([str(layers), *counted])})" if counted else ""
+        instead = " instead of account_for_*_in_pipeline_split" if counted else ""
         raise ValueError(
-            f"pipeline_model_parallel_size: {pp} does not divide the {layers} layers. Use one of {divisors}, "
-            f"or set {_UNEVEN_KEYS}."
+            f"pipeline_model_parallel_size: {pp} does not divide the {total} layers{sum_text}. Use one of {divisors}, "
+            f"or set {_UNEVEN_KEYS}{instead}."
         )
-    return layers // pp
+    return total // pp
 
 
-def _layers_per_chunk(layers: int, chunks: int) -> int:
+def _layers_per_chunk(layers: int, counted: list[str], chunks: int) -> int:
     if layers % chunks:
+        note = f" ({' and '.join(counted)} counted as layers)" if counted else ""
         raise ValueError(
-            f"virtual_pipeline_model_parallel_size: {chunks} does not divide the {layers} layers of a stage."
+            f"virtual_pipeline_model_parallel_size: {chunks} does not divide the {layers} layers of a stage{note}."
             " Use a divisor."
         )
     return layers // chunks
