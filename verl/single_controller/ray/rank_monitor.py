@@ -284,12 +284,12 @@ def explain_death(
     if before is not None and now is not None:
         kills = _growth(before.oom_kills, now.oom_kills)
         host_kills = _growth(before.host_oom_kills, now.host_oom_kills)
-    if kills or (kills is None and host_kills):
+    if kills:
         return _out_of_memory(f"killed (signal 9), out of host memory: the kernel's OOM killer ran ({memory})")
-    if host_kills:
+    if host_kills:  # may be the kill of another program, such as one in a sandbox
+        where = "on this machine" if kills is None else "on this machine, in another cgroup"
         return _out_of_memory(
-            "killed (signal 9) or crashed, probably out of host memory: the kernel's OOM killer ran on this machine,"
-            f" in another cgroup ({memory})"
+            f"killed (signal 9) or crashed, probably out of host memory: the kernel's OOM killer ran {where} ({memory})"
         )
     counted = kills is not None or host_kills is not None
     if not counted and lowest is not None and lowest.available < _LOW_MEMORY * lowest.total:

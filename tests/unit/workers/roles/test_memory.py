@@ -277,10 +277,13 @@ def memory(available: float, oom_kills: int | None, host_oom_kills: int | None =
         (memory(20, 3), memory(20, 3), memory(0.5, 3), "the kernel's OOM killer did not run", False),
         # It ran.
         (memory(20, 3), memory(20, 4), memory(0.5, 3), "the kernel's OOM killer ran (0.5 of 24.0 GB were", True),
-        # Ray runs in another cgroup: only the counter of the machine grows.
+        # Only the counter of the machine grows: Ray, or another program, runs in another cgroup.
         (memory(20, 0, 3), memory(20, 0, 4), memory(20, 0, 3), "probably out of host memory: the kernel's OOM", True),
+        (memory(20, 0, 3), memory(20, 0, 4), memory(20, 0, 3), "on this machine, in another cgroup (20.0", True),
         (memory(20, 0, 3), memory(20, 0, 3), memory(0.5, 0, 3), "the kernel's OOM killer did not run", False),
-        (memory(20, None, 3), memory(20, None, 4), memory(20, None, 3), "the kernel's OOM killer ran (20.0", True),
+        # Of which cgroup it is, is unknown.
+        (memory(20, None, 3), memory(20, None, 4), memory(20, None, 3), "probably out of host memory: the", True),
+        (memory(20, None, 3), memory(20, None, 4), memory(20, None, 3), "ran on this machine (20.0", True),
         # The kernel does not count: memory before the death decides.
         (memory(20, None), memory(20, None), memory(20, None), "20.0 of 24.0 GB were available", False),
         (memory(20, None), memory(20, None), memory(0.5, None), "probably out of host memory", True),
