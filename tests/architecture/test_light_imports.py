@@ -56,7 +56,8 @@ for module in {LIGHT!r}:
     run_python(program)
 
 
-def test_attributes_of_verl_are_loaded_on_first_use_and_training_imports_no_servers():
+def test_attributes_of_verl_are_loaded_on_first_use_and_training_imports_neither_servers_nor_the_compiler():
+    """The compiler gets the functions that tensordict registers when it is imported after all."""
     program = f"""
 import importlib, sys, verl
 assert "torch" not in sys.modules
@@ -65,6 +66,11 @@ assert "torch" in sys.modules
 for module in {WITHOUT_SERVERS!r}:
     importlib.import_module(module)
     assert (servers := [name for name in {SERVERS!r} if name in sys.modules]) == [], (module, servers)
+    assert "torch._dynamo" not in sys.modules, module
+
+import tensordict.base, tensordict.utils, torch._dynamo
+assert id(tensordict.base._foreach_copy_compiled) in torch._dynamo.trace_rules._allowed_callable_ids
+assert tensordict.utils._lock_warn._dynamo_marked_constant
 """
     run_python(program)
     with pytest.raises(AttributeError, match=r"'verl' .*'DataProtto'"):

@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 
 from verl.types.schema import ALIASES, COLUMNS, SEQUENCE, stored_name
 from verl.utils.nested import (
@@ -21,6 +20,7 @@ from verl.utils.nested import (
     tensor_to_wire,
 )
 from verl.utils.py_functional import append_to_dict
+from verl.utils.tensordicts import TensorDict, TensorDictBase
 
 Rows: TypeAlias = "slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor"
 Keys: TypeAlias = "str | Sequence[str] | None"

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, is_non_tensor
 
 from verl.protocol.columns import (
     Keys,
@@ -46,6 +45,7 @@ from verl.protocol.columns import (
 from verl.types.schema import stored_name
 from verl.utils.nested import object_array
 from verl.utils.py_functional import keyword_aliases
+from verl.utils.tensordicts import NonTensorStack, TensorDict, is_non_tensor
 
 _AUTO_PADDING = "_verl_auto_padding"
 

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from verl.algos.masked_ops import count_sequences
 from verl.protocol import DataProto
@@ -20,6 +19,7 @@ from verl.utils.balancing import (
     get_seqlen_balanced_partitions,
     roundup_divisible,
 )
+from verl.utils.tensordicts import TensorDict
 from verl.workers.engine.base import Counts, Metrics, MicroBatching
 from verl.workers.engine.common.prefix_sharing import BatchPrefixTree, shared_micro_batch_rows
 
