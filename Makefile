@@ -63,7 +63,7 @@ train: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # Except the two benchmarks that inject faults, which take many minutes per run.
 bench: setup
