@@ -17,7 +17,7 @@ from verl.config.names import read_user_declarations
 from verl.config.old_keys import convert_async_training, convert_dict_keys, convert_reward_workers
 from verl.config.ppo import PPOConfig
 from verl.config.problems import Report, show
-from verl.config.schema import Block, alias_table, get_path, walk
+from verl.config.schema import Block, alias_table, entries, get_path, join, walk
 
 # Called with the config (an instance of `Root.cls`; `convert_old_keys`: the plain values) and the report.
 ConfigFunction = Callable[[Any, Report], None]
@@ -184,12 +184,18 @@ def _changed_keys(config: Block, defaults: Mapping[str, Any], root: str) -> dict
     Values of any option of the key's group are defaults too: after Hydra has composed `algorithm=grpo`, the selected
     option is unknown.
     """
-    changed = {}
-    for path, entry in walk(type(config)):
-        value = get_path(config, path) if entry.block is None else None
-        if entry.block is None and value != get_path(defaults, path) and not _is_option_value(path, value, root):
-            changed[path] = value
+    changed: dict[str, Any] = {}
+    _add_changed_keys(changed, config, defaults, "", root)
     return changed
+
+
+def _add_changed_keys(changed: dict[str, Any], block: Block, defaults: Mapping[str, Any], path: str, root: str) -> None:
+    for name, entry in entries(type(block)).items():
+        value, default, key_path = getattr(block, name), defaults[name], join(path, name)
+        if entry.block is not None:
+            _add_changed_keys(changed, value, default, key_path, root)
+        elif value != default and not _is_option_value(key_path, value, root):
+            changed[key_path] = value
 
 
 def _is_option_value(path: str, value: Any, root: str) -> bool:

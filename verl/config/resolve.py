@@ -27,7 +27,7 @@ from verl.config.ppo import PPOConfig
 from verl.config.problems import Report
 from verl.config.roles import ActorConfig
 from verl.config.rollout import applies_lora
-from verl.config.schema import Block, get_path, join, set_path, walk
+from verl.config.schema import Block, get_path, set_path, walk
 from verl.config.trainer import RunConfig
 
 GLOBAL_POOL, REWARD_POOL, ROLLOUT_POOL = "global_pool", "reward_pool", "rollout_pool"
@@ -309,9 +309,10 @@ def _resolve_follows(config: PPOConfig, only: tuple[str, ...] = ()) -> None:
             if get_path(config, path) is None:
                 set_path(config, path, _followed_value(config, target))
             continue
+        block, followed = get_path(config, path), get_path(config, target)
         for name, below in walk(entry.block):
-            if below.block is None and get_path(config, join(path, name)) is None:
-                set_path(config, join(path, name), get_path(config, join(target, name)))
+            if below.block is None and get_path(block, name) is None:
+                set_path(block, name, get_path(followed, name))
 
 
 def _followed_value(config: PPOConfig, path: str) -> Any:

@@ -128,12 +128,12 @@ class Entry:
     type: Any  # without "| None"
     optional: bool  # whether the type includes None
 
-    @property
+    @functools.cached_property
     def block(self) -> type[Block] | None:
         """For a nested block, its class."""
         return self.type if isinstance(self.type, type) and issubclass(self.type, Block) else None
 
-    @property
+    @functools.cached_property
     def named_blocks(self) -> type[Block] | None:
         """For a mapping of names to blocks, the class of the blocks."""
         values = typing.get_args(self.type)[1:] if typing.get_origin(self.type) is dict else ()
@@ -152,13 +152,19 @@ def entries(cls: type[Block]) -> dict[str, Entry]:
     return declared
 
 
-def walk(cls: type[Block], prefix: str = "") -> Iterator[tuple[str, Entry]]:
-    """Yield every key and block below `cls` with its full dotted path, parents first."""
+def walk(cls: type[Block], prefix: str = "") -> Sequence[tuple[str, Entry]]:
+    """Return every key and block below `cls` with its full dotted path, parents first."""
+    return [(join(prefix, path), entry) for path, entry in _walk(cls)] if prefix else _walk(cls)
+
+
+@_cache_per_class
+def _walk(cls: type[Block]) -> tuple[tuple[str, Entry], ...]:
+    found: list[tuple[str, Entry]] = []
     for name, entry in entries(cls).items():
-        path = join(prefix, name)
-        yield path, entry
+        found.append((name, entry))
         if entry.block is not None:
-            yield from walk(entry.block, path)
+            found += walk(entry.block, name)
+    return tuple(found)
 
 
 @_cache_per_class
