@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
-pytest.importorskip("faiss")
-pytest.importorskip("sentence_transformers")
-
 from verl.search import dense
 from verl.search.retriever import open_retriever
 from verl.utils import fs
+
+# Importing them takes seconds, and every pytest worker imports every file.
+pytestmark = pytest.mark.skipif(
+    not (find_spec("faiss") and find_spec("sentence_transformers")), reason="needs faiss and sentence_transformers"
+)
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(200))]
 

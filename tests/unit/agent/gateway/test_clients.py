@@ -9,8 +9,6 @@ import time
 import urllib.error
 import urllib.request
 
-import anthropic
-import openai
 import pytest
 
 from tests.support.gateway_server import END, running_gateway
@@ -27,11 +25,16 @@ CALLS = (
 ASK = {"role": "user", "content": "How warm is it?"}
 
 
+# The clients are imported by the tests that use them: that takes seconds, and every pytest worker imports every file.
 def open_ai(gateway, name="s"):
+    import openai
+
     return openai.OpenAI(base_url=f"{gateway.base_url(name)}/v1", api_key="any", max_retries=0)
 
 
 def anthropic_client(gateway, name="s"):
+    import anthropic
+
     return anthropic.Anthropic(base_url=gateway.base_url(name), api_key="any", max_retries=0)
 
 
@@ -190,6 +193,9 @@ def test_stop_strings_and_limits_end_answers_as_each_api_says():
 
 
 def test_errors_have_the_shape_of_their_api():
+    import anthropic
+    import openai
+
     with running_gateway(lambda _: "x" * 50, max_model_len=60, max_turns=1) as gateway:
         with open_ai(gateway) as client:
             create = client.chat.completions.create
@@ -263,6 +269,8 @@ def test_a_client_that_leaves_aborts_its_answer():
 
 
 def test_a_request_that_the_engine_rejects_is_not_cut_off():
+    import openai
+
     def reject(_):
         raise ValueError("no tokens left")
 
@@ -273,6 +281,8 @@ def test_a_request_that_the_engine_rejects_is_not_cut_off():
 
 
 def test_a_session_that_is_ended_cuts_off_its_requests():
+    import openai
+
     with running_gateway(lambda _: "x" * 3000, pace_s=0.01) as gateway, open_ai(gateway) as client:
         failed = []
 
