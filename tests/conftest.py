@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import inspect
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def _may_start_processes(path: Path) -> bool:
     return "distributed" in path.parts or re.search(r"mark\.processes|ray_cluster", path.read_text()) is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while files are imported, and never search later in what they created: a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
