@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.workers import Counter
+from tests.support.workers import Counter, MeshWorker, RolloutWorker
 from verl.single_controller.base import ClassWithInitArgs, WorkerGroup
+from verl.single_controller.base.worker_group import create_colocated_worker_cls
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
@@ -35,11 +36,22 @@ def start(cpu_pool: RayResourcePool) -> Iterator[Callable[..., RayWorkerGroup]]:
 
 
 @pytest.fixture(scope="session")
-def ray_counters(cpu_pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
-    """Two `Counter` ranks on Ray, for tests that do not change their state."""
+def ray_roles(cpu_pool: RayResourcePool) -> Iterator[dict[str, RayWorkerGroup]]:
+    """Several roles in the same two processes on Ray, for tests that do not end them."""
+    roles = {
+        "Counter": RayClassWithInitArgs(Counter, 5),
+        "RolloutWorker": RayClassWithInitArgs(RolloutWorker, prompt=8, response=16, pad=99),
+        "MeshWorker": RayClassWithInitArgs(MeshWorker, dp=1, tp=2),
+    }
     env = {"VERL_TEST_WORKER_ENV": "given"}
-    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(Counter, 5), worker_env=env) as group:
-        yield group
+    with RayWorkerGroup(cpu_pool, create_colocated_worker_cls(roles), worker_env=env) as group:
+        yield group.spawn(list(roles))
+
+
+@pytest.fixture(scope="session")
+def ray_counters(ray_roles: dict[str, RayWorkerGroup]) -> RayWorkerGroup:
+    """Two `Counter` ranks on Ray, for tests that do not change their state."""
+    return ray_roles["Counter"]
 
 
 @pytest.fixture(params=["local", "ray"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from tests.support.workers import RolloutWorker, prompt_length, response_length, rollout_batch
 from verl.protocol import DataProto, object_array, pad_dataproto_to_divisor, unpad_dataproto
-from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray import BatchRef, RayClassWithInitArgs, RayWorkerGroup
 from verl.single_controller.ray.column_store import traffic
 from verl.utils.nested import deep_equal
 
@@ -19,10 +18,10 @@ PROMPT, RESPONSE, PAD = 8, 16, 99
 
 
 @pytest.fixture(scope="module")
-def rollers(cpu_pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
-    with RayWorkerGroup(cpu_pool, RayClassWithInitArgs(RolloutWorker, PROMPT, RESPONSE, PAD)) as group:
-        group.setup(tp=1)
-        yield group
+def rollers(ray_roles: dict[str, RayWorkerGroup]) -> RayWorkerGroup:
+    group = ray_roles["RolloutWorker"]  # of width PROMPT + RESPONSE, padded with PAD
+    group.setup(tp=1)
+    return group
 
 
 def generate(rollers: RayWorkerGroup, seeds: list[int]) -> BatchRef:

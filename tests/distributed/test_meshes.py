@@ -31,8 +31,8 @@ def test_dp2_tp2_over_a_real_device_mesh(ray_cluster):
     pool.release()
 
 
-def test_dp1_tp2_and_an_unknown_mesh(start):
-    group = start(MeshWorker, 1, 2)
+def test_dp1_tp2_and_an_unknown_mesh(ray_roles):
+    group = ray_roles["MeshWorker"]
     group.setup(real_mesh=False)
     assert group.mark(batch(3)).batch["rank"].tolist() == [0, 0, 0]
     assert group.last_seen() == [[0, 1, 2]] * 2
