@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -122,7 +122,8 @@ class TransferGroup:
         calls raise TransferLostError. Not during a broadcast of another thread."""
         group, self._group = self._group, None
         if group is not None:
-            group.abort()
+            with suppress(RuntimeError):  # NCCL, after an error of CUDA: the connections end with the process
+                group.abort()
         del group  # gloo closes connections when the group is freed
 
     @contextmanager

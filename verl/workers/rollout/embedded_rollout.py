@@ -151,9 +151,9 @@ class EmbeddedRollout(BaseRollout):
     def begin_update(self, version: int, manifest: Manifest | None) -> None:
         self._weights.check_manifest(manifest)
         self.loop.halt("update")
-        self._restore({"weights"})
         self._pending_version = version
         try:
+            self._restore({"weights"})
             self._weights.begin()
         except Exception as error:
             self.fail_update(error)

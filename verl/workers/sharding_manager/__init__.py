@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -105,8 +106,9 @@ class BroadcastSender:
                 pass  # the other training ranks gather all buckets, sent or not
             raise
         except Exception as error:
-            group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
-            group.members_with_flag(True)
+            with suppress(TransferLostError):  # the trainer's own error is the cause
+                group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
+                group.members_with_flag(True)
             raise
         group.broadcast_json({"fingerprint": sent.fingerprint})
         refused = group.members_with_flag(False)
@@ -157,16 +159,18 @@ class BroadcastReceiver:
         self.group = group
 
     def receive(self, rollout: BaseRollout) -> SyncStats:
-        """Receive one version. After an error the remaining buckets are received and dropped, so that no rank waits.
+        """Receive one version. If a load fails, the remaining buckets are received and dropped. If this rank cannot
+        receive them, it leaves the group, so that no member waits for it.
 
         An error on one of the ranks that share an engine, such as a lost connection, is raised on all of them.
         """
         steps, loader = StepsUntilError(), _Loader(rollout)
         try:
             tensors, size = self._receive(steps, loader)
-        except TransferLostError as error:
-            steps.error = error
-            loader.raise_on_peers(error)
+        except Exception as error:  # noqa: BLE001 - raised below; also errors of this rank alone, such as too little memory
+            self.group.leave()
+            steps.error = _with_cause(error, steps.error)
+            loader.raise_on_peers(steps.error)
         if steps.error is not None:
             if loader.begun:
                 rollout.fail_update(steps.error)
@@ -214,9 +218,10 @@ class _Loader:
     def begin(self, header: dict[str, Any]) -> None:
         check = StepsUntilError()
         check.run(self._check_header, header)
+        self._error_is_known = True  # also if the exchange itself fails
         if (error := self._rollout.exchange_error(check.error)) is not None:
-            self._error_is_known = True
             raise error
+        self._error_is_known = False
         specs = header["manifest"]
         manifest = {name: TensorSpec(tuple(shape), getattr(torch, dtype)) for name, shape, dtype in specs}
         self._assembler = TensorAssembler(manifest)
@@ -243,8 +248,12 @@ class _Loader:
         self._error_is_known = True
         try:
             self._rollout.exchange_error(error)
-        except RuntimeError as lost:  # a peer has died; `error` is the cause
-            logger.warning("weights: the other ranks of this engine do not respond after %s: %s", error, lost)
+        except RuntimeError as unsent:  # a peer has died or does not respond
+            logger.warning(
+                "weights: this rank has failed (%s), and the other ranks of its engine could not be informed: %s",
+                error,
+                unsent,
+            )
 
     def _check_header(self, header: dict[str, Any]) -> None:
         _raise_sender_error(header)
@@ -259,6 +268,18 @@ class _Loader:
 def _raise_sender_error(header: dict[str, Any]) -> None:
     if "error" in header:
         raise WeightMismatchError(f"weights: the trainer failed while sending: {header['error']}")
+
+
+def _with_cause(error: Exception, earlier: Exception | None) -> Exception:
+    """Return the error of a transfer; a lost connection is often the consequence of an `earlier` error, such as a CUDA
+    error while loading."""
+    if earlier is None:
+        return error
+    if not isinstance(error, TransferLostError):
+        return earlier
+    lost = TransferLostError(f"{error} Before, this rank had failed: {type(earlier).__name__}: {earlier}")
+    lost.__cause__ = earlier
+    return lost
 
 
 def _weight_name(key: str | TensorSlice) -> str:

@@ -72,6 +72,23 @@ def test_a_changed_tensor_is_named_and_the_engine_stops_until_the_next_good_upda
     assert only_token_versions(engine) == {2}
 
 
+def test_an_update_that_finds_no_memory_for_the_weights_fails_and_the_next_one_succeeds(start, monkeypatch):
+    engine, good = start(), tiny_model(seed=9).state_dict()
+    engine.release(["weights"])
+
+    def run_out_of_memory(_: EngineWeights) -> None:
+        raise torch.OutOfMemoryError("no memory for the weights")
+
+    with monkeypatch.context() as context:
+        context.setattr(EngineWeights, "onload", run_out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            engine.begin_update(1, good)
+    with pytest.raises(RuntimeError, match=r"version 1 failed: no memory for the weights"):
+        engine.submit([ASK])
+    engine.update_weights(good.items(), version=2)
+    assert only_token_versions(engine) == {2}
+
+
 def test_a_request_that_comes_during_an_update_is_answered_with_the_new_weights(start):
     """A later turn of an agent does not wait for the trainer to be done."""
     engine, good = start(), tiny_model(seed=9).state_dict()
