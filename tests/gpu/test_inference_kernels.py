@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from verl.inference.lora import LowRankProduct
+from verl.inference.low_rank import LowRankProduct
 from verl.inference.models import torch_ops
 from verl.utils.counter_noise import gumbel_noise
 from verl.utils.weight_fingerprint import fingerprints, tensor_fingerprint
@@ -161,21 +163,25 @@ def test_rotation_is_that_of_torch_and_fills_the_cache(dtype, normed):
 
 
 def with_product(
-    tokens: int, outputs: list[int], rank: int, slots: int, dtype: torch.dtype
+    tokens: int, outputs: list[int], rank: int, slots: int, dtype: torch.dtype, adapted: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, LowRankProduct]:
     """The output of a matmul of layers with so many `outputs`, whose last columns are those of adapters, and the
-    adapters' part of it. With several slots each token uses one of them, or none."""
-    columns = slots * len(outputs) * rank
-    wide = torch.randn(tokens, sum(outputs) + columns, device=CUDA, dtype=dtype)
-    up = torch.randn(sum(outputs), slots, len(outputs), rank, device=CUDA, dtype=dtype) * 0.1
+    adapters' part of it. With several slots, or slot -1 (one slot), each token uses one of them or none.
+
+    `adapted`: the layers with adapters; default: all.
+    """
+    selects, slots = slots != 1, abs(slots)
+    adapted = range(len(outputs)) if adapted is None else adapted
+    wide = torch.randn(tokens, sum(outputs) + slots * len(adapted) * rank, device=CUDA, dtype=dtype)
+    up = torch.randn(sum(outputs), slots, len(adapted), rank, device=CUDA, dtype=dtype) * 0.1
     layer_of_row = torch.arange(len(outputs), device=CUDA).repeat_interleave(torch.tensor(outputs, device=CUDA))
-    other_layers = layer_of_row[:, None] != torch.arange(len(outputs), device=CUDA)
+    other_layers = layer_of_row[:, None] != torch.tensor(adapted, device=CUDA)
     up.masked_fill_(other_layers[:, None, :, None], 0.0)
     unused = None
-    if slots > 1:
+    if selects:
         used = torch.randint(-1, slots, (tokens, 1), device=CUDA)
         unused = (used != torch.arange(slots, device=CUDA)).unsqueeze(2)
-    product = LowRankProduct(wide[:, sum(outputs) :], up.flatten(1), slots, len(outputs), unused)
+    product = LowRankProduct(wide[:, sum(outputs) :], up.flatten(1), slots, len(adapted), unused)
     return wide[:, : sum(outputs)], product
 
 
@@ -186,40 +192,58 @@ def expected_sum(output: torch.Tensor, product: LowRankProduct) -> torch.Tensor:
     return output.float() + inner @ product.up.float().t()
 
 
-# (tokens, rank, slots): fewer tokens than a tile and several tiles of each size; ranks below, at and above the size of
-# a tile; more columns than the kernels add themselves.
-ADAPTED = [(5, 8, 1), (130, 24, 1), (600, 96, 1), (70, 32, 4), (40, 64, 3)]
+# (tokens, rank, slots, whether the kernels add the product): fewer tokens than a tile and several tiles of each size;
+# ranks below, at and above the size of a tile; one slot that only some tokens use (-1).
+ADAPTED = [
+    (5, 8, 1, True),
+    (130, 24, 1, True),
+    (70, 40, 1, True),
+    (600, 96, 1, True),
+    (40, 16, -1, True),
+    (70, 32, 4, True),
+    (40, 64, 3, False),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "rank", "slots"), ADAPTED)
-def test_adapters_are_added_before_the_norm_and_the_gate(tokens, rank, slots, dtype):
-    from verl.inference.kernels import pointwise
+@pytest.mark.parametrize(("tokens", "rank", "slots", "fused"), ADAPTED)
+def test_adapters_are_added_before_the_norm_and_the_gate(tokens, rank, slots, fused, dtype):
+    from verl.inference.kernels import lora, pointwise
 
     torch.manual_seed(0)
     size = 140
     x, product = with_product(tokens, [size], rank, slots, dtype)
     residual, weight = torch.randn(tokens, size, device=CUDA, dtype=dtype), torch.rand(size, device=CUDA, dtype=dtype)
     expected = residual.float() + expected_sum(x, product)
+    assert lora.is_fused(product, layers=1) is fused
     found = pointwise.add_rms_norm(x, residual, weight, 1e-6, product)
     assert_near(residual, expected)
     assert_near(found, torch_ops.rms_norm(expected, weight.float(), 1e-6))
 
     gate_up, product = with_product(tokens, [size, size], rank, slots, dtype)
     expected = torch_ops.gated_silu(expected_sum(gate_up, product))
+    assert lora.is_fused(product, layers=2) is fused
     assert_near(pointwise.gated_silu(gate_up, product), expected)
 
 
-@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("normed", "dim"), [(False, 64), (True, 128), (False, 32)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("tokens", "rank", "slots"), ADAPTED)
-def test_adapters_are_added_before_the_rotation(tokens, rank, slots, dtype, normed):
+@pytest.mark.parametrize(("tokens", "rank", "slots", "fused"), ADAPTED)
+def test_adapters_are_added_before_the_rotation(tokens, rank, slots, fused, dtype, normed, dim):
     """Equal to the rotation of the sum, and nothing else of the cache is written."""
-    from verl.inference.kernels.pointwise import rotate_and_cache
+    from verl.inference.kernels import lora
 
     torch.manual_seed(0)
-    heads, kv, dim = 6, 2, 32
+    heads, kv = 6, 2
     qkv, product = with_product(tokens, [heads * dim, kv * dim, kv * dim], rank, slots, dtype)
+    assert lora.is_fused(product, layers=3) is fused
+    assert_rotated(qkv, product, heads, kv, dim, normed)
+
+
+def assert_rotated(qkv: torch.Tensor, product: LowRankProduct, heads: int, kv: int, dim: int, normed: bool) -> None:
+    from verl.inference.kernels.pointwise import rotate_and_cache
+
+    tokens, dtype = len(qkv), qkv.dtype
     total = expected_sum(qkv, product).to(dtype)
     positions, angles = torch.randint(0, 50, (tokens,), device=CUDA), torch.rand(50, dim // 2, device=CUDA)
     table = torch.cat([angles.cos(), angles.sin()], dim=1)
@@ -233,6 +257,22 @@ def test_adapters_are_added_before_the_rotation(tokens, rank, slots, dtype, norm
     tolerance = 0.1 if dtype == torch.bfloat16 else 2e-5
     assert_near(qkv[:, : heads * dim], total[:, : heads * dim].float(), tolerance)
     assert_near(caches[1], caches[0].float(), tolerance)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_adapters_of_some_layers_of_a_matmul_are_added(slots):
+    """For example to queries and values only: the product is a matmul of its own."""
+    from verl.inference.kernels import lora, pointwise
+
+    torch.manual_seed(0)
+    gate_up, product = with_product(20, [64, 64], 16, slots, torch.float32, adapted=[1])
+    assert not lora.is_fused(product, layers=2)
+    expected = torch_ops.gated_silu(expected_sum(gate_up, product))
+    assert_near(pointwise.gated_silu(gate_up, product), expected)
+
+    qkv, product = with_product(20, [6 * 32, 2 * 32, 2 * 32], 16, slots, torch.float32, adapted=[0, 2])
+    assert not lora.is_fused(product, layers=3)
+    assert_rotated(qkv, product, heads=6, kv=2, dim=32, normed=False)
 
 
 def test_kernels_do_not_use_the_product_of_an_unused_adapter():

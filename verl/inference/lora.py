@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from verl.inference.async_engine import AsyncEngine
+from verl.inference.low_rank import LowRankProduct
 from verl.inference.sequence import Adapter
 from verl.inference.weights import WeightShard
 
@@ -33,7 +34,6 @@ __all__ = [
     "AdapterOptions",
     "LoraError",
     "LoraRegistry",
-    "LowRankProduct",
     "ModelAdapters",
     "UnknownAdapterError",
     "down_name",
@@ -105,27 +105,6 @@ class AdaptedLayer:
     """Shard of its weight on this rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class LowRankProduct:
-    """What adapters add to the output of a matmul: `inner @ up.T`. Kernels add it to a tile that they read anyway."""
-
-    inner: torch.Tensor
-    """x A^T [T, slots * layers * rank]; rows may be strided."""
-    up: torch.Tensor
-    """[outputs, slots * layers * rank], contiguous; zero where row and column belong to different layers."""
-    slots: int
-    layers: int
-    unused: torch.Tensor | None
-    """[T, slots, 1]: whether a token does not use a slot; None: every token uses all slots."""
-
-    def add_to_(self, output: torch.Tensor) -> torch.Tensor:
-        """Add the product to `output` [T, outputs] in place. Also sets unused columns of `inner` to zero."""
-        if self.unused is not None:
-            # Not multiplied by 0: an adapter whose products overflow would make the rows of others NaN.
-            self.inner.unflatten(1, (self.slots, -1)).masked_fill_(self.unused, 0.0)
-        return output.addmm_(self.inner, self.up.t())
-
-
 class AdapterGroup:
     """The adapters of one matmul, which may be that of several layers (query, key and value).
 
@@ -162,7 +141,7 @@ class AdapterGroup:
     def product(self, inner: torch.Tensor, unused: torch.Tensor | None) -> LowRankProduct:
         """Return the adapters' part of the output. `inner` [T, slots * layers * rank]: x A^T.
 
-        `unused` [T, slots, 1]: whether a token does not use a slot; None: every token uses slot 0.
+        `unused` [T, slots, 1]: whether a token does not use a slot; None: every token uses all slots.
         """
         return LowRankProduct(inner, self.up, self._slots, len(self.layers), unused)
 

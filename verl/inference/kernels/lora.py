@@ -1,8 +1,9 @@
 """Low-rank products of LoRA adapters, added inside the kernels between the matmuls of a decoder layer.
 
 A separate product per matmul would be one more kernel of a few microseconds, 112 times per step of a model with 28
-layers. Here a kernel adds the product to the tile that it reads anyway, in float32. Columns of the product that belong
-to other layers of the same matmul are not read. Without adapters `verl.inference.kernels.pointwise` is used.
+layers. Here the kernels of the rotation and the gate add the product to the tile that they read anyway, in float32. The
+residual and its norm become two kernels, of which the first adds the product. Columns of the product that belong to
+other layers of the same matmul are not read. Without adapters `verl.inference.kernels.pointwise` is used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from verl.inference.lora import LowRankProduct
+from verl.inference.low_rank import LowRankProduct
 
 __all__ = ["add_to_residual", "gated_silu", "is_fused", "rotate_and_cache"]
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch.nn.functional import linear
 
 from verl.inference.kernels import lora
-from verl.inference.lora import LowRankProduct
+from verl.inference.low_rank import LowRankProduct
 
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotate_and_cache", "write_cache"]
 

@@ -14,7 +14,8 @@ import torch
 from torch.nn.functional import embedding
 
 from verl.inference.attention import AttentionStep
-from verl.inference.lora import AdaptedLayer, AdapterGroup, AdapterOptions, LowRankProduct, ModelAdapters
+from verl.inference.lora import AdaptedLayer, AdapterGroup, AdapterOptions, ModelAdapters
+from verl.inference.low_rank import LowRankProduct
 from verl.inference.memory import Region
 from verl.inference.models import torch_ops
 from verl.inference.tensor_parallel import SINGLE, TensorParallel

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import silu
 
-from verl.inference.lora import LowRankProduct
+from verl.inference.low_rank import LowRankProduct
 
 __all__ = ["add_rms_norm", "gated_silu", "linear", "rms_norm", "rotated"]
 

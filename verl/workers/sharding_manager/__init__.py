@@ -167,7 +167,7 @@ class BroadcastReceiver:
         steps, loader = StepsUntilError(), _Loader(rollout)
         try:
             tensors, size = self._receive(steps, loader)
-        except Exception as error:  # noqa: BLE001 - raised below; also errors of this rank alone, such as too little memory
+        except Exception as error:  # noqa: BLE001 - raised below; too little memory on this rank, for example
             self.group.leave()
             steps.error = _with_cause(error, steps.error)
             loader.raise_on_peers(steps.error)

@@ -381,8 +381,9 @@ def keep_head_size_constant(model: nn.Module) -> None:
 
 
 def _mark_last_dimension_static(_module: nn.Module, _inputs: Any, output: Any) -> None:
-    for tensor in output if isinstance(output, tuple) else (output,):
-        torch._dynamo.mark_static(tensor, tensor.dim() - 1)
+    for part in output if isinstance(output, tuple) else (output,):
+        if isinstance(part, torch.Tensor):
+            torch._dynamo.mark_static(part, part.dim() - 1)
 
 
 def _inductor_options() -> dict[str, bool]:
