@@ -17,7 +17,7 @@ from verl.sandbox.code_runner import CodeSettings
 from verl.utils.process_tree import with_descendants
 from verl.utils.reward_score import code, default_compute_score
 from verl.utils.reward_score.code import compute_score, extract_code
-from verl.utils.reward_score.code_tests import read_tests, same_output, same_value
+from verl.utils.reward_score.code_tests import CallTest, read_tests, same_output, same_value
 from verl.utils.reward_score.registry import set_arguments
 from verl.workers.reward_manager.scorer import Sample, ScorerPool
 
@@ -229,6 +229,59 @@ def test_statements_that_do_not_arrive_use_up_the_budget_and_no_more():
         finally:
             driver.kill()
     assert [outcome["status"] for outcome in outcomes] == ["done", "timeout", "timeout"]
+
+
+def of_kinds(kinds):
+    """Tests of these kinds, which `def f(x): return x` passes."""
+    sources = {"checked": "assert f(1) == 1", "assert": "assert f(1) == 1 and locals()"}
+    tests = [CallTest("f", [1], 1) if kind == "call" else read_tests([sources[kind]])[0] for kind in kinds]
+    assert [test.kind for test in tests] == kinds
+    return tests
+
+
+@pytest.mark.parametrize(
+    ("kinds", "on_time"),
+    [(["call", "assert", "assert"], 1), (["call", "assert", "assert"], 2), (["call", "checked"], 1)],
+)
+def test_the_wait_for_a_late_block_does_not_count_in_the_time_limit_of_a_test(kinds, on_time):
+    """`on_time`: number of blocks of tests that are not late."""
+    tests = of_kinds(kinds)
+    driver, (job, *blocks) = started_driver(tests, timeout=1.0, budget=20.0)
+    with driver:
+        driver.stdin.write("".join([job, *blocks[:on_time]]))
+        driver.stdin.flush()
+        time.sleep(3)  # longer than the start of the driver and the time limit of a test
+        stdout, _ = driver.communicate("".join(blocks[on_time:]), timeout=60)
+    outcomes = [json.loads(line) for line in stdout.splitlines()]
+    assert [outcome["status"] for outcome in outcomes] == ["done"] * len(tests)
+    assert all(test.passed(outcome) for test, outcome in zip(tests, outcomes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "on_time", "characters"),
+    [
+        (["call", "assert", "assert"], 0, 5),
+        (["call", "assert", "assert"], 1, 0),
+        (["call", "assert", "assert"], 2, 0),
+        (["call", "assert", "assert"], 2, 15),
+        (["call", "checked"], 1, 0),
+        (["call", "checked"], 1, 15),
+    ],
+)
+def test_all_tests_have_an_outcome_if_a_block_does_not_arrive_before_the_budget_is_over(kinds, on_time, characters):
+    """`characters`: number of characters of the next block that arrive."""
+    tests = of_kinds(kinds)
+    driver, (job, *blocks) = started_driver(tests, timeout=1.0, budget=2.0)
+    with driver:
+        driver.stdin.write("".join([job, *blocks[:on_time], blocks[on_time][:characters]]))
+        driver.stdin.flush()
+        try:
+            status = driver.wait(timeout=20)  # stdin stays open
+        finally:
+            driver.kill()
+        outcomes = [json.loads(line)["status"] for line in driver.stdout]
+    first = "timeout" if on_time == 0 else "done"
+    assert (status, outcomes) == (0, [first, *["timeout"] * (len(tests) - 1)])
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,10 @@ exec(PRELUDE, _prelude)  # at import: the process of every test inherits it
 Outcome = dict[str, Any]
 
 
+class InputLate(Exception):
+    """A block of stdin was not there in time."""
+
+
 def main() -> None:
     job = read_block()
     try:
@@ -67,10 +71,13 @@ def main() -> None:
             write_line({"status": "timeout"})
             continue
         with fresh_folder():
-            if kind == "checked":
-                outcome = checked_tests.run(job["timeout"], end, last=number == len(job["kinds"]))
-            else:
-                outcome = run_alone(solution, read_block(), min(job["timeout"], end - time.monotonic()))
+            try:
+                if kind == "checked":
+                    outcome = checked_tests.run(job["timeout"], end, last=number == len(job["kinds"]))
+                else:
+                    outcome = run_unchecked(solution, job["timeout"], end)
+            except InputLate:  # the budget is over: no later block is read
+                outcome = {"status": "timeout"}
         write_line(outcome)
         if outcome["status"] != "done" and job["stop_at_failure"]:
             return
@@ -89,14 +96,25 @@ def fresh_folder() -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_block(source: int = 0) -> Any:
-    return json.loads(read_exactly(source, int(read_exactly(source, 10))))
+def read_block(source: int = 0, end: float | None = None) -> Any:
+    """Read the next block; raise InputLate if it is not complete at `end`."""
+    return json.loads(read_exactly(source, int(read_exactly(source, 10, end)), end))
 
 
-def read_exactly(source: int, count: int) -> bytes:
+def await_input(source: int, end: float) -> None:
+    """Wait until `source` has data, without reading it; raise InputLate at `end`."""
+    while (seconds := end - time.monotonic()) > 0:
+        if select.select([source], [], [], seconds)[0]:
+            return
+    raise InputLate
+
+
+def read_exactly(source: int, count: int, end: float | None) -> bytes:
     """Read exactly `count` bytes: the next block must not be in the memory of a process that this one forks."""
     received = b""
     while len(received) < count:
+        if end is not None:
+            await_input(source, end)
         part = os.read(source, count - len(received))
         if not part:
             raise EOFError("the tests end early")
@@ -144,7 +162,9 @@ class CheckedTests:
     def run(self, timeout: float, end: float, last: bool) -> Outcome:
         """Run the next test in the working directory, for `timeout` seconds and until `end` at most. `last`: no other
         test follows."""
-        if (self._checker is not None or not last) and not self._await_statements(end):
+        if self._checker is None and last:
+            await_input(0, end)
+        elif not self._await_statements(end):
             return {"status": "timeout"}
         deadline = min(time.monotonic() + timeout, end)
         seconds = max(0.0, deadline - time.monotonic())
@@ -250,7 +270,11 @@ def execute_in_this_process(
     channel: int, candidate: int, path: list[str], solution: CodeType, deadline: float
 ) -> Outcome:
     """Execute the last test in this process, without a checker process."""
-    block = read_block()
+    try:
+        block = read_block(end=deadline)
+    except InputLate:
+        kill_all([candidate])
+        raise
     results = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
@@ -289,7 +313,7 @@ def execute_checked_test(
         """Execute the test in the solution's process; `protected` is False, so its score is labelled as forgeable."""
         nonlocal protected
         protected = False
-        end(run_alone(solution, {"kind": "assert", "max_bytes": 64}, deadline - time.monotonic(), test))
+        end(run_alone(solution, {"kind": "assert", "max_bytes": 64}, deadline - time.monotonic(), deadline, test))
 
     sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - the test may replace and close it
     session = CheckerSession(channel, lambda reason: end({"status": "error", "error": reason[:1000]}), not_plain)
@@ -321,10 +345,22 @@ def fresh_names(name: str) -> dict[str, Any]:
 # ---------------------------------------------------------------- a candidate alone
 
 
+def run_unchecked(solution: CodeType, timeout: float, end: float) -> Outcome:
+    """Run the next test, for `timeout` seconds and until `end` at most. The wait for its blocks does not count."""
+    test = read_block(end=end)
+    if test["kind"] == "assert":
+        await_input(0, end)  # the statements
+    return run_alone(solution, test, min(timeout, end - time.monotonic()), end)
+
+
 def run_alone(
-    solution: CodeType, test: dict[str, Any], seconds: float, statements: dict[str, Any] | None = None
+    solution: CodeType, test: dict[str, Any], seconds: float, end: float, statements: dict[str, Any] | None = None
 ) -> Outcome:
-    """Run a program, one call, or statements that share an interpreter with the solution; return the outcome."""
+    """Run a program, one call, or statements that share an interpreter with the solution; return the outcome.
+
+    `end`: when the statements must have been read, if they are the next block.
+    """
+    seconds = max(0.0, seconds)
     with contextlib.ExitStack() as files:
         stdin, output, errors, report = (files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
         ours, theirs = map(files.enter_context, socket.socketpair())
@@ -341,7 +377,11 @@ def run_alone(
             child(solution, test, theirs, report, inherited)
         theirs.close()
         if test["kind"] == "assert":
-            send_statements(ours, seconds, statements)
+            try:
+                send_statements(ours, seconds, end, statements)
+            except InputLate:
+                kill_all([pid])
+                raise
         status = wait(pid, start + seconds)
         kill_all([pid])
         outcome = {"status": status}
@@ -354,13 +394,13 @@ def run_alone(
         return outcome
 
 
-def send_statements(loaded: socket.socket, seconds: float, statements: dict[str, Any] | None) -> None:
+def send_statements(loaded: socket.socket, seconds: float, end: float, statements: dict[str, Any] | None) -> None:
     """Send the statements and their token once the solution is loaded.
 
-    None: they are the next block of stdin, which is read even if the solution is not loaded in time.
+    None: they are the next block of stdin, which is read even if the solution is not loaded in time; until `end`.
     """
     ready = select.select([loaded], [], [], seconds)[0] and loaded.recv(1)
-    block = json.dumps(statements or read_block()).encode()
+    block = json.dumps(statements or read_block(end=end)).encode()
     if ready:
         with contextlib.suppress(OSError):
             loaded.sendall(b"%10d" % len(block) + block)
