@@ -121,18 +121,21 @@ _V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom
 def _memory_cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
     """Yield the folders of this process's memory cgroup (version 2 or 1) and of the groups above it, the most specific
     first, with the names of their files. A folder may not exist: in a container, its path may be that of the host,
-    while the root is the container's cgroup."""
+    while the root is the container's cgroup. The roots are included even if the process's groups are unknown."""
     memberships = _CGROUP_MEMBERSHIPS.read_text().splitlines() if _CGROUP_MEMBERSHIPS.exists() else []
+    roots = [(_CGROUP_ROOT, _V2), (_CGROUP_ROOT / "memory", _V1)]
     for line in memberships:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root, files = (_CGROUP_ROOT / "memory", _V1) if controllers else (_CGROUP_ROOT, _V2)
+        roots = [other for other in roots if other != (root, files)]
         own = root / path.lstrip("/")
         for folder in (own, *own.parents):
             yield folder, files
             if folder == root:
                 break
+    yield from roots
 
 
 def _cgroup_limits() -> list[tuple[int, int]]:

@@ -55,14 +55,17 @@ V1, V2 = "9:cpu:/\n4:memory:{0}\n0::{0}\n", "0::{0}\n"
         (V1, "memory/pod/other", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "1000"}, False),
         (V1, "memory", {"memory.limit_in_bytes": str(2**63 - 4096), "memory.usage_in_bytes": "1000"}, False),
         (V1, ".", {}, False),
-        ("", ".", {"memory.max": "3000", "memory.current": "1000"}, False),
+        (None, ".", {"memory.max": "3000", "memory.current": "1000"}, True),
+        ("", ".", {"memory.max": "3000", "memory.current": "1000"}, True),
+        ("9:cpu:/\n", "memory", {"memory.limit_in_bytes": "3000", "memory.usage_in_bytes": "1000"}, True),
     ],
 )
 def test_host_memory_is_limited_by_the_cgroup_and_those_above_it(
     tmp_path, monkeypatch, path, memberships, group, files, limited
 ):
     root, own = tmp_path / "root", tmp_path / "cgroup"
-    own.write_text(memberships.format(path))
+    if memberships is not None:
+        own.write_text(memberships.format(path))
     (root / group).mkdir(parents=True)
     for name, content in files.items():
         (root / group / name).write_text(content + "\n")
