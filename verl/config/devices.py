@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -97,7 +98,7 @@ def host_memory_available() -> int:
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         available = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([available, *(limit - used for limit, used in _cgroup_limits())])
+    return max(0, min([available, *(limit - used for limit, used in _cgroup_limits())]))
 
 
 def host_memory_total() -> int:
@@ -112,10 +113,12 @@ class _CgroupFiles(NamedTuple):
     limit: str
     used: str
     counters: str
+    page_cache: str
+    """Name in memory.stat of the part of `used` that the kernel frees first: files not used recently."""
 
 
-_V2 = _CgroupFiles("memory.max", "memory.current", "memory.events")
-_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+_V2 = _CgroupFiles("memory.max", "memory.current", "memory.events", "inactive_file")
+_V1 = _CgroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control", "total_inactive_file")
 
 
 def _memory_cgroups() -> Iterator[tuple[Path, _CgroupFiles]]:
@@ -142,11 +145,19 @@ def _cgroup_limits() -> list[tuple[int, int]]:
     """Return (limit, used memory) in bytes of every memory cgroup that limits this process."""
     limits = []
     for folder, files in _memory_cgroups():
-        limit = folder / files.limit
-        text = limit.read_text().strip() if limit.exists() else "max"
-        if text != "max":
-            limits.append((int(text), int((folder / files.used).read_text())))
+        with contextlib.suppress(OSError):  # there is no such group, or it was removed meanwhile
+            text = (folder / files.limit).read_text().strip()
+            if text != "max":
+                limits.append((int(text), _used_memory(folder, files)))
     return limits
+
+
+def _used_memory(folder: Path, files: _CgroupFiles) -> int:
+    """Return the memory in bytes that a cgroup uses, without reclaimable page cache, such as that of a dataset."""
+    used, counters = int((folder / files.used).read_text()), folder / "memory.stat"
+    lines = counters.read_text().splitlines() if counters.exists() else []
+    reclaimable = sum(int(line.split()[1]) for line in lines if line.startswith(f"{files.page_cache} "))
+    return max(0, used - reclaimable)
 
 
 @dataclass(frozen=True)

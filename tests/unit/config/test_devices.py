@@ -88,6 +88,40 @@ def test_the_strictest_cgroup_counts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("used", "statistics", "available"),
+    [
+        (2900, "anon 400\nfile 2500\ninactive_file 2500\nactive_file 0\n", 2600),
+        (2900, "inactive_file 2950\n", 3000),  # the files are not read at the same time
+        (2900, None, 100),
+        (3100, "inactive_file 0\n", 0),
+        (None, "inactive_file 0\n", None),
+    ],
+)
+@pytest.mark.parametrize(
+    ("memberships", "folder", "limit_file", "used_file", "prefix"),
+    [
+        ("0::/\n", ".", "memory.max", "memory.current", ""),
+        # Without the prefix, a name counts the group without those below it.
+        ("4:memory:/\n", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "inactive_file 9\ntotal_"),
+    ],
+)
+def test_page_cache_of_a_cgroup_is_available_and_a_group_that_disappears_has_no_limit(
+    tmp_path, monkeypatch, memberships, folder, limit_file, used_file, prefix, used, statistics, available
+):
+    own, group = tmp_path / "cgroup", tmp_path / "root" / folder
+    own.write_text(memberships)
+    group.mkdir(parents=True)
+    (group / limit_file).write_text("3000\n")
+    if used is not None:
+        (group / used_file).write_text(f"{used}\n")
+    if statistics is not None:
+        (group / "memory.stat").write_text(statistics.replace("inactive_file", prefix + "inactive_file"))
+    monkeypatch.setattr(devices, "_CGROUP_ROOT", tmp_path / "root")
+    monkeypatch.setattr(devices, "_CGROUP_MEMBERSHIPS", own)
+    assert min(devices.host_memory_available(), 1 << 20) == (1 << 20 if available is None else available)
+
+
+@pytest.mark.parametrize(
     ("totals", "expected"),
     [
         ([80 << 30, 24 << 30], (24 << 30, "GPU 2")),
