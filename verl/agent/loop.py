@@ -150,6 +150,7 @@ class AgentLoopBase(ABC):
         )
         self.loop = asyncio.get_running_loop() if loop is None else loop
         self.apply_chat_template_kwargs: dict[str, Any] = dict(config.data.apply_chat_template_kwargs)
+        self._prefix_lengths: dict[str, int] = {}  # by keywords of the template
         if own:
             key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
             name = type(self).__name__
@@ -183,19 +184,27 @@ class AgentLoopBase(ABC):
 
     def _prefix_length(self, template_kwargs: Mapping[str, Any]) -> int:
         """Number of tokens that the template inserts before the first message."""
+        key = repr(sorted({**self.apply_chat_template_kwargs, **template_kwargs}.items()))
+        if key not in self._prefix_lengths:
+            self._prefix_lengths[key] = self._measured_prefix_length(template_kwargs)
+        return self._prefix_lengths[key]
+
+    def _measured_prefix_length(self, template_kwargs: Mapping[str, Any]) -> int:
         user, assistant = ({"role": role, "content": "x"} for role in ("user", "assistant"))
-        refusal: Exception | None = None
+        refusals: list[Exception] = []
         for messages in ([user], [user, assistant]):  # many templates require alternating roles
             try:
                 one, two = (self._templated(messages * count, None, **template_kwargs) for count in (1, 2))
             except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
-                refusal = error
+                refusals.append(error)
             else:
                 return _repetition_start(one, two)
+        first, second = (f"{type(error).__name__}: {error}" for error in refusals)
         raise ValueError(
-            f"remove_system_prompt: the chat template renders no conversation without a system message ({refusal})."
-            " Set data.apply_chat_template_kwargs.chat_template to one that does, or do not remove the system prompt."
-        ) from refusal
+            "remove_system_prompt: the tokens that the chat template inserts before the first message are unknown."
+            f" Found with user messages: {first}; with user and assistant messages: {second}."
+            " Set data.apply_chat_template_kwargs.chat_template to another one, or do not remove the system prompt."
+        ) from refusals[-1]
 
     def _templated(self, messages: list[Any], tools: Any, **template_kwargs: Any) -> list[int]:
         kwargs = self.apply_chat_template_kwargs | template_kwargs

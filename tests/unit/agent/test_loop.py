@@ -171,3 +171,25 @@ def test_a_template_that_requires_a_system_message_is_refused_with_its_reason():
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
     with pytest.raises(ValueError, match=r"remove_system_prompt: .*no system message.*apply_chat_template_kwargs"):
         loop_of(tokenizer).apply_chat_template(messages, remove_system_prompt=True)
+
+
+def test_both_reasons_are_quoted_if_the_template_renders_neither_conversation():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages|length > 1 and messages[1]['role'] == 'user' %}{{ raise_exception('not alternating') }}"
+        "{% elif messages|length > 1 %}{{ messages[0]['content'] + depth }}{% endif %}"
+    )
+    with pytest.raises(ValueError, match=r"not alternating.*TypeError: .*int") as caught:
+        loop_of(tokenizer).apply_chat_template([{"role": "user", "content": "a"}], remove_system_prompt=True, depth=3)
+    assert "system message" not in str(caught.value)
+
+
+def test_the_template_is_analyzed_once_for_each_set_of_its_keywords(monkeypatch):
+    loop, rendered = loop_of(chat_tokenizer("hermes")), []
+    templated = loop._templated
+    monkeypatch.setattr(loop, "_templated", lambda *args, **kwargs: rendered.append(args) or templated(*args, **kwargs))
+    messages = [{"role": "user", "content": "1 + 2"}]
+    for keywords, renderings in (({}, 3), ({}, 1), ({"depth": 1}, 3), ({"depth": 2}, 3), ({"depth": 1}, 1)):
+        rendered.clear()
+        loop.apply_chat_template(messages, remove_system_prompt=True, **keywords)
+        assert len(rendered) == renderings
