@@ -195,10 +195,9 @@ class AgentLoopBase(ABC):
         for messages in ([user], [user, assistant]):  # many templates require alternating roles
             try:
                 one, two = (self._templated(messages * count, None, **template_kwargs) for count in (1, 2))
+                return _repetition_start(one, two)
             except Exception as error:  # noqa: BLE001 - a template is a program: it may raise anything
                 refusals.append(error)
-            else:
-                return _repetition_start(one, two)
         first, second = (f"{type(error).__name__}: {error}" for error in refusals)
         raise ValueError(
             "remove_system_prompt: the tokens that the chat template inserts before the first message are unknown."
@@ -221,12 +220,20 @@ class AgentLoopBase(ABC):
 def _repetition_start(once: list[int], twice: list[int]) -> int:
     """Return the number of tokens before the messages that are rendered `once` and, repeated, `twice`.
 
-    Tokens that the template writes after the last message are equal in both.
+    Tokens that the template writes after the last message are equal in both. ValueError: the start is unknown. It has
+    several possible values if these tokens begin like a message, or if those before the first message end like one. The
+    last value is certain only if nothing follows the messages.
     """
     length = len(twice) - len(once)
-    last = max(0, len(once) - length)  # if nothing follows the messages
-    starts = (start for start in range(last, -1, -1) if twice[start:][:length] == twice[start + length :][:length])
-    return next(starts, last)
+    if length <= 0:
+        raise ValueError("messages that are repeated are not rendered as more tokens")
+    last = len(once) - length  # if nothing follows the messages
+    starts = [start for start in range(last + 1) if twice == once[: start + length] + once[start:]]
+    if not starts:
+        raise ValueError("messages that are repeated are not rendered as repeated tokens")
+    if last not in starts and len(starts) > 1:
+        raise ValueError("what follows the last message cannot be distinguished from the start of a message")
+    return starts[-1]
 
 
 AGENT_LOOPS: Registry[type[AgentLoopBase]] = Registry("agent_name", names.AGENT_LOOPS)

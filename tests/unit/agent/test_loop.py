@@ -16,6 +16,7 @@ from verl.agent.loop import (
     AGENT_LOOPS,
     AgentLoopMetrics,
     AgentLoopOutput,
+    _repetition_start,
     find_loop,
     listed_loops,
     read_loop_file,
@@ -193,3 +194,43 @@ def test_the_template_is_analyzed_once_for_each_set_of_its_keywords(monkeypatch)
         rendered.clear()
         loop.apply_chat_template(messages, remove_system_prompt=True, **keywords)
         assert len(rendered) == renderings
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m['role'] + '\n' + m['content'] }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (CHATML + "<|im_start|>assistant\n", "cannot be distinguished from the start of a message"),
+        ("<|im_start|>system\nx<|im_end|>\n" + CHATML + "<|im_start|>assistant\n", "cannot be distinguished"),
+        ("<|im_start|>user\n{{ messages[-1]['content'] }}<|im_end|>\n", "not rendered as more tokens"),
+        (CHATML.replace("<|im_start|>", "<|im_start|>{{ loop.revindex }} "), "not rendered as repeated tokens"),
+    ],
+)
+def test_no_token_of_a_message_is_removed_if_the_inserted_ones_are_unknown(template, reason):
+    tokenizer = chat_tokenizer("qwen2_5")
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=rf"(?s)remove_system_prompt: .*{reason}.*apply_chat_template_kwargs"):
+        loop_of(tokenizer).apply_chat_template([{"role": "user", "content": "1 + 2"}], remove_system_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("once", "twice", "start"),
+    [
+        ([1, 5, 6, 7], [1, 5, 6, 7, 5, 6, 7], 1),
+        ([1, 7, 5, 6, 7], [1, 7, 5, 6, 7, 5, 6, 7], 2),  # the first tokens end like a message
+        ([1, 5, 6, 7, 8], [1, 5, 6, 7, 5, 6, 7, 8], 1),
+        ([1, 5, 6, 7, 5, 8], [1, 5, 6, 7, 5, 6, 7, 5, 8], None),  # the last ones begin like a message
+        ([1, 5, 6, 7], [1, 5, 6, 7], None),
+        ([1, 5, 6, 7], [1, 5, 6], None),
+        ([1, 5, 6, 7], [1, 5, 6, 7, 4, 6, 7], None),
+        ([], [], None),
+    ],
+)
+def test_the_start_of_a_repetition_is_certain_or_an_error(once, twice, start):
+    if start is None:
+        with pytest.raises(ValueError, match="message"):
+            _repetition_start(once, twice)
+    else:
+        assert _repetition_start(once, twice) == start
