@@ -377,7 +377,7 @@ def _layers_per_stage(layers: int, counted: list[str], pp: int) -> int:
 
 def _layers_per_chunk(layers: int, counted: list[str], chunks: int) -> int:
     if layers % chunks:
-        note = f" ({' and '.join(counted)} counted as layers)" if counted else ""
+        note = f" (including {' and '.join(counted)})" if counted else ""
         raise ValueError(
             f"virtual_pipeline_model_parallel_size: {chunks} does not divide the {layers} layers of a stage{note}."
             " Use a divisor."

@@ -52,7 +52,7 @@ def test_the_plan_counts_them_as_configured() -> None:
     [
         (7, 2, None, {}, r"^pipeline_model_parallel_size: 2 .* one of \[1, 7\]"),
         (24, 2, None, {"embedding_counts": True}, r"2 .* 25 layers \(24 and the embedding\)\. .* \[1, 5, 25\]"),
-        (7, 2, 3, {"loss_counts": True}, r"3 .* the 4 layers of a stage \(the loss counted as layers\)"),
+        (7, 2, 3, {"loss_counts": True}, r"3 .* the 4 layers of a stage \(including the loss\)"),
         (8, 2, 3, {}, "virtual_pipeline_model_parallel_size: 3 .* 4 layers"),
         (8, 1, 2, {}, "virtual_pipeline_model_parallel_size: 2 .*pipeline_model_parallel_size is 1"),
         (8, 4, None, {"first": 1}, "num_layers_in_first_pipeline_stage .* leave 7 of 8 layers"),
