@@ -6,10 +6,12 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.metadata
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.support.syntax import parsed
 
@@ -72,13 +74,21 @@ ALIASES = {
     "verl/single_controller/ray/base.py",
 }
 ALIAS_FOLDERS = ("verl/experimental/", "search_r1/")
-# Imported only inside functions, except in the package that requires them.
-REQUIRED_BY = {"megatron": "verl/workers/engine/megatron/"}
+# Imported only inside functions, except in the files that require them.
+REQUIRED_BY: dict[str, tuple[str, ...]] = {
+    "megatron": ("verl/workers/engine/megatron/",),
+    "triton": (
+        "verl/inference/kernels/",
+        "verl/models/fused_head_kernel.py",
+        "verl/utils/weight_fingerprint_kernel.py",
+    ),
+}
 OPTIONAL = {
     "vllm",
     "sglang",
     "tensorrt_llm",
     "megatron",
+    "triton",
     "wandb",
     "mlflow",
     "swanlab",
@@ -231,32 +241,38 @@ def test_optional_packages_are_imported_only_where_used():
     for path in python_files("verl"):
         for target, line in imported_modules(parsed(path).body):
             package = target.split(".")[0]
-            allowed = package not in OPTIONAL or relative(path).startswith(REQUIRED_BY.get(package, "nowhere"))
+            allowed = package not in OPTIONAL or relative(path).startswith(REQUIRED_BY.get(package, ()))
             assert allowed, f"{relative(path)}:{line}: import {target} inside the function"
 
 
-def declared_distributions() -> set[str]:
-    """Names of all packages in pyproject.toml, including those of extras."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    tables = text[text.index("\ndependencies = [") : text.index("[tool.setuptools.dynamic]")]
-    return {distribution_name(name) for name in re.findall(r'"([\w.-]+)(?=[\[<>=!])', tables)}
+def required_distributions(pyproject: str) -> set[str]:
+    """Names of the packages that a pyproject.toml requires, without those of extras."""
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")  # pytest requires tomli
+    return {canonicalize_name(Requirement(text).name) for text in tomllib.loads(pyproject)["project"]["dependencies"]}
 
 
-def distribution_name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def test_packages_of_extras_are_not_required():
+    pyproject = """
+        [project]
+        dependencies = ["a", "B_c~=1.0", "d[x]>=2; python_version > '3'", "e @ https://e.example/e.whl"]
+        [project.optional-dependencies]
+        test = ["f>=1"]
+    """
+    assert required_distributions(pyproject) == {"a", "b-c", "d", "e"}
 
 
 def test_packages_that_modules_import_are_declared():
     """A package that is installed only because another one requires it may disappear with an update of that one."""
-    declared, distributions = declared_distributions(), importlib.metadata.packages_distributions()
+    required = required_distributions((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    distributions = importlib.metadata.packages_distributions()
     exempt = {"verl", *OPTIONAL, *sys.stdlib_module_names}
     for path in python_files("verl"):
         if relative(path).startswith("verl/cli/starter/"):  # belongs to the user
             continue
         for target, line in imported_modules(parsed(path).body):
             package = target.split(".")[0]
-            names = {distribution_name(name) for name in distributions.get(package, [package])}
-            assert package in exempt or names & declared, f"{relative(path)}:{line}: declare {package}"
+            names = {canonicalize_name(name) for name in distributions.get(package, [package])}
+            assert package in exempt or names & required, f"{relative(path)}:{line}: add {package} to dependencies"
 
 
 def test_every_file_has_a_docstring():
