@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -225,12 +226,17 @@ FAMILIES = {
 }
 
 
-@functools.cache
 def chat_tokenizer(family: str, words: str | None = "") -> Any:
     """A BPE tokenizer that can encode every string, with the special tokens and the template of a family.
 
-    `words` replaces the family's pre-tokenization pattern ("": keep it; None: no pre-tokenization).
+    `words` replaces the family's pre-tokenization pattern ("": keep it; None: no pre-tokenization). Tests may change
+    the attributes of the result.
     """
+    return copy.copy(_trained_tokenizer(family, words))
+
+
+@functools.cache
+def _trained_tokenizer(family: str, words: str | None) -> Any:
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
