@@ -74,6 +74,8 @@ class TransferGroup:
         """
         joining = timedelta(seconds=_JOIN_S)
         self.rank, self.size = rank, size
+        self.ends_when_left = backend == "gloo"
+        """Whether `leave` ends the calls of the other members."""
         self.device = torch.device("cpu") if backend == "gloo" else torch.device(device)
         with _as_transfer_lost():
             if isinstance(store, TransferHost):
@@ -118,8 +120,11 @@ class TransferGroup:
             group.abort()
 
     def leave(self) -> None:
-        """Close the connections, so that the calls of the other members fail now and not at their time limit. Later
-        calls raise TransferLostError. Not during a broadcast of another thread."""
+        """Close the connections. Later calls raise TransferLostError. Not during a broadcast of another thread.
+
+        With gloo, the calls of the other members fail now and not at their time limit. With NCCL, members on the same
+        node do not notice it and must call `abort`.
+        """
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):  # NCCL, after an error of CUDA: the connections end with the process

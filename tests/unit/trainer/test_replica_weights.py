@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from verl.single_controller.base.worker_group import Failure, WorkerCallError, WorkerDiedError
+from verl.trainer.ppo import weight_sync
 from verl.trainer.ppo.weight_sync import ReplicaWeights, UnverifiedWeightsError, WeightSync
+from verl.types.request import EngineDiedError
+from verl.types.weights import WeightMismatchError
+from verl.utils.transfer_group import TransferLostError
 
 
 class RecordingSync(WeightSync):
@@ -55,3 +62,64 @@ def test_a_failed_sync_leaves_no_verified_version():
     with pytest.raises(RuntimeError, match="a receiver died"):
         sync.sync(2)
     assert (weights.current_version, weights.verified_version) == (2, None)
+
+
+class Call:
+    """A running call of a worker group, which raises `error`; the sender's waits for `released` first."""
+
+    def __init__(self, error, released=None):
+        self._error, self._released = error, released
+
+    def get(self):
+        assert self._released is None or self._released.wait(30)
+        if self._error is not None:
+            raise self._error
+
+
+def call_error(error, role):
+    return WorkerCallError(Failure.from_exception(error), role, 0, "host", "method")
+
+
+def send(sender, receiver, blocked=False):
+    """Send weights with a sender and a receiver that raise these errors. `blocked`: the sender only ends when its
+    transfer is aborted. Return the raised error and whether the transfer was aborted."""
+    aborted = threading.Event()
+    actor = SimpleNamespace(
+        send_weights=lambda version: Call(sender, aborted if blocked else None), abort_transfer=aborted.set
+    )
+    rollout = SimpleNamespace(receive_weights=lambda version, kv: Call(receiver), shutdown=lambda: None)
+    sync = WeightSync(SimpleNamespace(actor=actor, rollout=rollout))
+    with pytest.raises(RuntimeError) as raised:
+        sync.sync(1)
+    return raised.value, aborted.is_set()
+
+
+LOST = call_error(TransferLostError("the connection was closed"), "actor")
+NO_MEMORY = call_error(torch.OutOfMemoryError("no memory for the bucket"), "rollout")
+ENGINE_DIED = call_error(EngineDiedError("the engine ended"), "rollout")
+DIED = WorkerDiedError("the process ended", "rollout", 0, "host", "receive_weights")
+OWN = call_error(FloatingPointError("the trainer broke"), "actor")
+REFUSED = call_error(WeightMismatchError("weights: the trainer failed while sending"), "rollout")
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "cause"),
+    [
+        (LOST, NO_MEMORY, NO_MEMORY),
+        (None, NO_MEMORY, NO_MEMORY),
+        (LOST, DIED, DIED),
+        (LOST, ENGINE_DIED, ENGINE_DIED),
+        (OWN, REFUSED, OWN),
+        (LOST, call_error(TransferLostError("the connection was closed"), "rollout"), LOST),
+        (OWN, None, OWN),
+    ],
+)
+def test_a_failed_transfer_raises_its_cause(sender, receiver, cause):
+    assert send(sender, receiver)[0] is cause
+
+
+@pytest.mark.parametrize("receiver", [NO_MEMORY, DIED])
+def test_a_sender_that_waits_for_a_failed_receiver_is_aborted(receiver, monkeypatch):
+    """A member of an NCCL group does not notice that another one has left."""
+    monkeypatch.setattr(weight_sync, "_PEER_END_S", 0.2)
+    assert send(LOST, receiver, blocked=True) == (receiver, True)

@@ -38,8 +38,8 @@ from verl.utils.transfer_group import TransferLostError
 
 logger = logging.getLogger(__name__)
 
-# When a sender loses its connection, wait this long for a report that the receiver has died.
-_DEATH_REPORT_S = 10.0
+# When the sender or a receiver has failed, wait this long for the end of the other call.
+_PEER_END_S = 10.0
 # Prompts with which the log-probs of trainer and engine are compared.
 _TEXTS = ("The capital of France is", "1, 2, 3, 5, 8,", "def add(a, b):\n", "Once upon a time there was a")
 _NEW_TOKENS = 16
@@ -146,18 +146,22 @@ class WeightSync:
         weights.verified_version = version
 
     def _send(self, version: int) -> None:
-        """Run the sending and the receiving call concurrently. The death of a receiver also ends the sender's call."""
+        """Run the sending and the receiving call concurrently. A receiver that cannot receive ends the sender's
+        call."""
         actor, rollout = self._groups.actor, self._groups.rollout
         sending, receiving = actor.send_weights(version), rollout.receive_weights(version, self._kv)
         receiver_errors: list[Exception] = []
+        sender_ended = threading.Event()
 
         def receive() -> None:
             try:
                 receiving.get()
             except Exception as error:  # noqa: BLE001 - raised below, by the thread that waits for the sender
                 receiver_errors.append(error)
-                if isinstance(error, WorkerDiedError):
+                died = isinstance(error, WorkerDiedError)
+                if died:
                     rollout.shutdown()  # a gloo sender blocks until the connections are closed
+                if died or not sender_ended.wait(_PEER_END_S):
                     actor.abort_transfer()  # an NCCL sender blocks until its communicator is aborted
 
         receiver = threading.Thread(target=receive, name="weights-received", daemon=True)
@@ -167,11 +171,18 @@ class WeightSync:
             sending.get()
         except WorkerCallError as error:
             sender_errors.append(error)
-        receiver.join(_DEATH_REPORT_S if sender_errors else None)
-        # The death of a receiver is the cause; the sender's error only reports the lost connection.
-        deaths = [error for error in receiver_errors if isinstance(error, WorkerDiedError) or engine_died(error)]
-        if errors := [*deaths, *sender_errors, *receiver_errors]:
+        sender_ended.set()
+        receiver.join(_PEER_END_S if sender_errors else None)
+        if errors := [*_causes(sender_errors, receiver_errors), *sender_errors, *receiver_errors]:
             raise errors[0]
+
+
+def _causes(sender_errors: list[Exception], receiver_errors: list[Exception]) -> list[Exception]:
+    """Return the receivers' errors that explain those of the sender: the death of a worker or engine, or, if the sender
+    only reports a lost connection, another error, such as too little memory."""
+    deaths = [error for error in receiver_errors if isinstance(error, WorkerDiedError) or engine_died(error)]
+    lost = any(map(is_lost_transfer, sender_errors))
+    return deaths or [error for error in receiver_errors if lost and not is_lost_transfer(error)]
 
 
 def engine_died(error: BaseException) -> bool:

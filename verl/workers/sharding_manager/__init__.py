@@ -109,6 +109,8 @@ class BroadcastSender:
             with suppress(TransferLostError):  # the trainer's own error is the cause
                 group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
                 group.members_with_flag(True)
+            for _ in buckets:
+                pass  # as above
             raise
         group.broadcast_json({"fingerprint": sent.fingerprint})
         refused = group.members_with_flag(False)
@@ -162,7 +164,8 @@ class BroadcastReceiver:
         """Receive one version. If a load fails, the remaining buckets are received and dropped. If this rank cannot
         receive them, it leaves the group, so that no member waits for it.
 
-        An error on one of the ranks that share an engine, such as a lost connection, is raised on all of them.
+        An error on one of the ranks that share an engine, such as a lost connection, is raised on all of them; with
+        NCCL only after their process has aborted the group.
         """
         steps, loader = StepsUntilError(), _Loader(rollout)
         try:
@@ -170,7 +173,10 @@ class BroadcastReceiver:
         except Exception as error:  # noqa: BLE001 - raised below; too little memory on this rank, for example
             self.group.leave()
             steps.error = _with_cause(error, steps.error)
-            loader.raise_on_peers(steps.error)
+            if (
+                self.group.ends_when_left
+            ):  # otherwise the peers are in a broadcast, and this rank must not wait for them
+                loader.raise_on_peers(steps.error)
         if steps.error is not None:
             if loader.begun:
                 rollout.fail_update(steps.error)
@@ -248,7 +254,7 @@ class _Loader:
         self._error_is_known = True
         try:
             self._rollout.exchange_error(error)
-        except RuntimeError as unsent:  # a peer has died or does not respond
+        except Exception as unsent:  # noqa: BLE001 - a peer has died or does not respond; the caller raises `error`
             logger.warning(
                 "weights: this rank has failed (%s), and the other ranks of its engine could not be informed: %s",
                 error,
@@ -276,6 +282,7 @@ def _with_cause(error: Exception, earlier: Exception | None) -> Exception:
     if earlier is None:
         return error
     if not isinstance(error, TransferLostError):
+        logger.warning("weights: after an error, this rank could not receive the remaining buckets: %s", error)
         return earlier
     lost = TransferLostError(f"{error} Before, this rank had failed: {type(earlier).__name__}: {earlier}")
     lost.__cause__ = earlier
