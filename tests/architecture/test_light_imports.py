@@ -68,7 +68,9 @@ for module in {WITHOUT_SERVERS!r}:
     assert (servers := [name for name in {SERVERS!r} if name in sys.modules]) == [], (module, servers)
     assert "torch._dynamo" not in sys.modules, module
 
-import tensordict.base, tensordict.utils, torch._dynamo
+import importlib.util, tensordict.base, tensordict.utils
+assert importlib.util.find_spec("torch._dynamo") and "torch._dynamo" not in sys.modules, "found, but not imported"
+import torch._dynamo
 assert id(tensordict.base._foreach_copy_compiled) in torch._dynamo.trace_rules._allowed_callable_ids
 assert tensordict.utils._lock_warn._dynamo_marked_constant
 """

@@ -1,14 +1,14 @@
 """The names of tensordict that verl uses, imported without torch's compiler.
 
 On import, tensordict registers a few functions with the compiler, which imports the compiler: seconds of CPU time, also
-in processes that compile nothing. Here these calls are deferred until the process imports the compiler.
+in processes that compile nothing. Here these calls are deferred until the process imports the compiler, which creating
+an optimizer does, too.
 """
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -23,7 +23,11 @@ _DEFERRED = ("allow_in_graph", "assume_constant_result")
 
 
 class _CompilerFinder(importlib.abc.MetaPathFinder):
-    """Apply the deferred calls once the compiler is imported."""
+    """Applies the deferred calls when the compiler is imported.
+
+    It stays in `sys.meta_path`: other threads may be iterating over that list, and a search for the compiler does not
+    imply that it is imported.
+    """
 
     def __init__(self, calls: list[tuple[str, Any]]) -> None:
         self._calls = calls
@@ -33,8 +37,7 @@ class _CompilerFinder(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != _COMPILER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         assert spec is not None
         assert spec.loader is not None
         execute = spec.loader.exec_module
@@ -57,6 +60,8 @@ def _import_tensordict() -> None:
 
     def deferred(name: str) -> Callable[[Any], Any]:
         def call_later(function: Any) -> Any:
+            if _COMPILER in sys.modules:  # tensordict may keep this function and call it later
+                return originals[name](function)
             calls.append((name, function))
             return function
 
