@@ -191,8 +191,15 @@ def oom_kills(files: Sequence[Path]) -> int | None:
 
 
 def cgroup_counters() -> list[Path]:
-    """Return files that may have the OOM kill counter of this process's memory cgroup, the most specific first."""
-    return [folder / files.counters for folder, files in _memory_cgroups()]
+    """Return files that may have the OOM kill counter of this process's memory cgroup, the most specific first.
+
+    Those of the groups above it are left out, except the root, which is the container's own group: they also count
+    processes of other groups.
+    """
+    counters: dict[_CgroupFiles, list[Path]] = {}
+    for folder, files in _memory_cgroups():
+        counters.setdefault(files, []).append(folder / files.counters)
+    return [path for own, *above in counters.values() for path in (own, *above[-1:])]
 
 
 class _Memory(ctypes.Structure):
