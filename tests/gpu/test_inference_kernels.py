@@ -165,8 +165,9 @@ def test_rotation_is_that_of_torch_and_fills_the_cache(dtype, normed):
 def with_product(
     tokens: int, outputs: list[int], rank: int, slots: int, dtype: torch.dtype, adapted: Sequence[int] | None = None
 ) -> tuple[torch.Tensor, LowRankProduct]:
-    """The output of a matmul of layers with so many `outputs`, whose last columns are those of adapters, and the
-    adapters' part of it. With several slots, or slot -1 (one slot), each token uses one of them or none.
+    """Return the output [tokens, sum(outputs)] of a matmul of several layers, and the product of their adapters.
+
+    With several slots, or `slots` -1 (one slot), each token uses one of them or none.
 
     `adapted`: the layers with adapters; default: all.
     """

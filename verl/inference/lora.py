@@ -1,8 +1,9 @@
 """LoRA adapters (arXiv 2106.09685): slots in the matmuls of a model, and adapters that requests select by name.
 
 A model has a fixed number of slots, applied without merging. The rows of A of all slots are part of the weight that
-they adapt, so that `x A^T` needs no further matmul. It is masked by the slot of each token, and multiplied with the
-matrices B of all slots. Tokens without an adapter add exact zeros.
+they adapt, so that `x A^T` needs no further matmul. Its product with the matrices B (`LowRankProduct`) is added by the
+kernels between the matmuls, which read only the slots that a token uses, or by a matmul after masking the other slots.
+Tokens without an adapter add exact zeros.
 Shapes and addresses never change, so CUDA graphs stay valid. The scale of an adapter is part of its B.
 
 Files of named adapters have peft's format: adapter_config.json and adapter_model.safetensors. No code of an adapter is

@@ -23,7 +23,7 @@ _MAX_COLUMNS = 128
 
 
 def is_fused(product: LowRankProduct | None, layers: int) -> TypeGuard[LowRankProduct]:
-    """Whether the kernels of this module add `product`, as that of a matmul of so many layers."""
+    """Whether the kernels of this module can add `product` to the output of a matmul that computes `layers` layers."""
     if product is None or product.layers != layers:  # some of the layers have no adapter
         return False
     return product.up.shape[1] <= _MAX_COLUMNS * layers

@@ -76,7 +76,7 @@ def main() -> None:
                     outcome = checked_tests.run(job["timeout"], end, last=number == len(job["kinds"]))
                 else:
                     outcome = run_unchecked(solution, job["timeout"], end)
-            except InputLate:  # the budget is over: no later block is read
+            except InputLate:  # the budget is over, or the time of the last test: no later block is read
                 outcome = {"status": "timeout"}
         write_line(outcome)
         if outcome["status"] != "done" and job["stop_at_failure"]:
@@ -346,7 +346,8 @@ def fresh_names(name: str) -> dict[str, Any]:
 
 
 def run_unchecked(solution: CodeType, timeout: float, end: float) -> Outcome:
-    """Run the next test, for `timeout` seconds and until `end` at most. The wait for its blocks does not count."""
+    """Run the next test, for `timeout` seconds and until `end` at most. The wait for the start of its blocks does not
+    count."""
     test = read_block(end=end)
     if test["kind"] == "assert":
         await_input(0, end)  # the statements
