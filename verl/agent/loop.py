@@ -1,7 +1,8 @@
 """AgentLoopBase: base class of agent loops. A loop calls the model and its environment, and returns the tokens of the
 trajectory with a mask of those that the model sampled.
 
-Loops are chosen by name: included ones, those registered with `@register` or listed in a YAML file, or an import path.
+Loops are chosen by name: included ones, those registered with `@register` or listed in a YAML file, or, for the
+configured default only, an import path. Rows may also name a class of a module that is already imported.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class AgentLoopOutput:
     response_logprobs: list[float] | None = None
     """One per response token; None: those that the engine reported."""
     reward_score: float | None = None
-    """Score of the trajectory, of the last output if there are several. If set, reward functions are not called."""
+    """Score of the trajectory; if several outputs have one, that of the last counts. If set, reward functions are not
+    called."""
     num_turns: int = 0
     """Turns that this output adds to its trajectory. If 0 in all outputs, they are counted: prompts, responses and
     replies of the environment."""
@@ -220,9 +222,9 @@ class AgentLoopBase(ABC):
 def _repetition_start(once: list[int], twice: list[int]) -> int:
     """Return the number of tokens before the messages that are rendered `once` and, repeated, `twice`.
 
-    Tokens that the template writes after the last message are equal in both. ValueError: the start is unknown. It has
-    several possible values if these tokens begin like a message, or if those before the first message end like one. The
-    last value is certain only if nothing follows the messages.
+    Tokens that the template writes after the last message are equal in both. If possible, there are none. ValueError:
+    the start is unknown. It has several possible values if these tokens begin like a message, or if those before the
+    first message end like one.
     """
     length = len(twice) - len(once)
     if length <= 0:

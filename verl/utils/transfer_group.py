@@ -68,7 +68,8 @@ class TransferGroup:
         timeout_s: float = _BROADCAST_S,
         prefix: str | None = None,
     ) -> None:
-        """Each broadcast may take `timeout_s`. If it fails in a member, or a member dies, all raise TransferLostError.
+        """Each broadcast may take `timeout_s`. If it fails in a member, or a member dies, all raise TransferLostError:
+        with gloo at once, with NCCL at this limit or when they call `abort`.
 
         `prefix` of the keys in the store: for groups with third-party members.
         """
@@ -113,7 +114,8 @@ class TransferGroup:
     def abort(self) -> None:
         """Leave the group without waiting for its members; may be called from another thread during a broadcast.
 
-        With gloo, that broadcast only ends when its connection is lost, i.e. when the process at the other end ends.
+        With gloo, that broadcast only ends when its connection is lost: when the member at the other end leaves or its
+        process ends.
         """
         group = self._group
         if group is not None:

@@ -44,10 +44,11 @@ _PEER_END_S = 10.0
 _TEXTS = ("The capital of France is", "1, 2, 3, 5, 8,", "def add(a, b):\n", "Once upon a time there was a")
 _NEW_TOKENS = 16
 # Upper bounds for the mean absolute difference of log-probs per token that rounding can cause. Logits reach 20 to 30.
-# Summation in another order changes them by about one rounding error: 2^-9 relative in bfloat16, 2^-12 in float16,
-# 2^-24 in float32. The mean over tokens is then 0.01 to 0.03 in bfloat16, an eighth of that in float16, 1e-5 in
-# float32. A wrong temperature, layer or weight changes the mean by some tenths; the bounds are in between.
+# Summation in another order changes them by about one rounding error, on average 2^-9 relative in bfloat16, 2^-12 in
+# float16, 2^-25 in float32. The mean over tokens is then 0.01 to 0.03 in bfloat16, an eighth of that in float16, 1e-5
+# in float32. A wrong temperature, layer or weight changes the mean by some tenths; the bounds are in between.
 _ROUNDING = {"bfloat16": 0.1, "bf16": 0.1, "float16": 0.02, "fp16": 0.02, "float32": 1e-3, "fp32": 1e-3}
+# The same bound for an engine with quantised weights (fp8).
 _QUANTIZED = 0.3
 # The share of the adapters' effect that an engine must show, and the largest standard error with which it is compared.
 _MIN_ADAPTER_SHARE = 0.5
@@ -171,7 +172,8 @@ class WeightSync:
             sending.get()
         except WorkerCallError as error:
             sender_errors.append(error)
-        sender_ended.set()
+        finally:
+            sender_ended.set()
         receiver.join(_PEER_END_S if sender_errors else None)
         if errors := [*_causes(sender_errors, receiver_errors), *sender_errors, *receiver_errors]:
             raise errors[0]
@@ -252,8 +254,8 @@ class EngineProbe:
         """After a sync of weights of this version, check the engines if any of them was started since the last call.
         Raises EngineMismatchError, which ends the run.
 
-        New LoRA adapters do not change the model, so that the first check cannot show that they are applied: versions
-        2, 4, 8 … since the start are checked too, until the effect of the adapters exceeds rounding.
+        Newly initialised adapters (B = 0) do not change the model, so that the first check cannot show that they are
+        applied: versions 2, 4, 8 … since the start are checked too, until the effect of the adapters exceeds rounding.
         """
         if not self._enabled or not self._is_due(version):
             return

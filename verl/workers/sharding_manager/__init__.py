@@ -53,9 +53,10 @@ class InProcessTransfer:
                 steps.run(rollout.load_bucket, bucket if accepts_rows else assembler.add(bucket))
                 steps.run(sent.add, bucket)
         except Exception as error:
+            error = _with_cause(error, steps.error)
             if begun:
                 rollout.fail_update(error)
-            raise
+            raise error
         if steps.error is not None:
             rollout.exchange_error(steps.error)
             if begun:
@@ -110,7 +111,7 @@ class BroadcastSender:
                 group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
                 group.members_with_flag(True)
             for _ in buckets:
-                pass  # as above
+                pass  # as above; nothing is left if gathering itself has failed
             raise
         group.broadcast_json({"fingerprint": sent.fingerprint})
         refused = group.members_with_flag(False)
@@ -165,7 +166,7 @@ class BroadcastReceiver:
         receive them, it leaves the group, so that no member waits for it.
 
         An error on one of the ranks that share an engine, such as a lost connection, is raised on all of them; with
-        NCCL only after their process has aborted the group.
+        NCCL only after each of them has aborted the group.
         """
         steps, loader = StepsUntilError(), _Loader(rollout)
         try:
@@ -173,9 +174,8 @@ class BroadcastReceiver:
         except Exception as error:  # noqa: BLE001 - raised below; too little memory on this rank, for example
             self.group.leave()
             steps.error = _with_cause(error, steps.error)
-            if (
-                self.group.ends_when_left
-            ):  # otherwise the peers are in a broadcast, and this rank must not wait for them
+            # With NCCL the peers are still in a broadcast, so that this rank must not wait for them.
+            if self.group.ends_when_left:
                 loader.raise_on_peers(steps.error)
         if steps.error is not None:
             if loader.begun:
@@ -277,12 +277,12 @@ def _raise_sender_error(header: dict[str, Any]) -> None:
 
 
 def _with_cause(error: Exception, earlier: Exception | None) -> Exception:
-    """Return the error of a transfer; a lost connection is often the consequence of an `earlier` error, such as a CUDA
+    """Return the error of a sync; a lost connection is often the consequence of an `earlier` error, such as a CUDA
     error while loading."""
     if earlier is None:
         return error
     if not isinstance(error, TransferLostError):
-        logger.warning("weights: after an error, this rank could not receive the remaining buckets: %s", error)
+        logger.warning("weights: after its first error, this rank failed to get the remaining buckets, too: %s", error)
         return earlier
     lost = TransferLostError(f"{error} Before, this rank had failed: {type(earlier).__name__}: {earlier}")
     lost.__cause__ = earlier
