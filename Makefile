@@ -66,9 +66,10 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --num-workers 2
 
-# Except the two benchmarks that inject faults, which take many minutes per run.
+# Except the two benchmarks that inject faults, which take many minutes per run, and same_bits.py, which compares with a
+# commit of your choice.
 bench: setup
-	@for script in $(filter-out %/chaos.py %/hangs.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out %/chaos.py %/hangs.py %/same_bits.py,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 # Strict: a dead link, a dead anchor or a page without an entry in the navigation is an error.
 docs: docs-pages $(DOCS)/.installed
