@@ -6,8 +6,9 @@
 One engine in one process runs every case alternately with sharing off and on. The learning rate is 0, so that all runs
 of a case compute the same loss and gradient; `loss` and `gradient` show the relative difference from sharing off.
 `bound` is the ratio of operations (layers, attention, head) without and with sharing, and `tokens/s` and `MFU` count
-the work without sharing; `computed MFU` counts the least work with sharing. In the agent case every turn
-is a row whose prompt lacks the reasoning of earlier turns.
+the work without sharing; `computed MFU` counts the least work with sharing. `host ms` is the CPU time in which a pass
+finds the shared tokens and divides the rows into micro-batches, before its first kernel. In the agent case every turn is
+a row whose prompt lacks the reasoning of earlier turns.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from verl.config import ActorConfig, FSDPConfig, ModelConfig, OptimConfig, as_co
 from verl.models.shared_prefixes import PrefixTree
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
-from verl.workers.engine.common.prefix_sharing import build_prefix_tree
+from verl.workers.engine.common.prefix_sharing import build_prefix_tree, shared_micro_batch_rows
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.roles.policy_loss import PolicyLoss
 
@@ -154,8 +155,14 @@ class Case:
         prefixes = build_prefix_tree(self.data)
         self.fewest_tokens = PrefixTree(prefixes.lengths, prefixes.shared).total
         self.fewest_operations = self.operations - float(cost(prefixes.shared).sum())
+        self.host_ms = 1000 * min(self._host_seconds() for _ in range(5))
         self._passes = 0
         engine.model.register_forward_pre_hook(self._count)
+
+    def _host_seconds(self) -> float:
+        begin = time.thread_time()
+        shared_micro_batch_rows(build_prefix_tree(self.data), self._micro, self._engine.cost)
+        return time.thread_time() - begin
 
     def _count(self, *_: Any) -> None:
         self._passes += 1
@@ -216,6 +223,7 @@ class Case:
         return {
             **row,
             "micro-batches": measured.micro_batches,
+            "host ms": self.host_ms,
             "peak GB": measured.peak_gb,
             "tokens/s": self.tokens / seconds,
             "MFU": _PASSES * self.operations / seconds / rate,

@@ -39,10 +39,10 @@ def prefix_order(rows: Sequence[bytes], width: int) -> tuple[np.ndarray, np.ndar
 
 def token_bytes(ids: np.ndarray, experts: np.ndarray | None = None) -> np.ndarray:
     """Return [..., bytes per token] uint8 for `prefix_order`: ids [...] and, if given, replayed experts [..., m]."""
-    parts = [np.ascontiguousarray(ids).astype(">u4")[..., None].view(np.uint8)]
-    if experts is not None:
-        parts.append(np.ascontiguousarray(experts).view(np.uint8).reshape(*ids.shape, -1))
-    return np.concatenate(parts, axis=-1)
+    tokens = np.ascontiguousarray(ids).astype(">u4")[..., None].view(np.uint8)
+    if experts is None:
+        return tokens
+    return np.concatenate([tokens, np.ascontiguousarray(experts).view(np.uint8).reshape(*ids.shape, -1)], axis=-1)
 
 
 def _common_length(a: np.ndarray, b: np.ndarray) -> int:

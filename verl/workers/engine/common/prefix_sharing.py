@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -143,18 +144,25 @@ def _cheapest_cuts(within_limit: np.ndarray, costs: _RangeSums, overhead: float,
 def _least_repeated(starts: np.ndarray, costs: _RangeSums, overhead: float) -> tuple[list[int], float]:
     """Return the boundaries with the least cost of repeated prefixes and of ranges, and that cost.
 
-    `starts`: the earliest start of a range by its end, see `earliest_starts`.
+    `starts`: the earliest start of a range by its end, see `earliest_starts`; it does not decrease. The best start of a
+    range is therefore a minimum over a sliding window.
     """
-    rows = len(starts)
-    total, previous = np.zeros(rows + 1), np.zeros(rows + 1, dtype=np.int64)
-    for end, first in enumerate(starts.tolist(), start=1):
-        candidates = total[first:end] + costs.repeated[first:end] + overhead
-        best = int(candidates.argmin())
-        total[end], previous[end] = candidates[best], first + best
-    cuts = [rows]
+    repeated = costs.repeated.tolist()
+    total, previous = [0.0], [0]  # by the end of a range: the least cost, and the start of the last range
+    candidates: deque[tuple[float, int]] = deque()  # (cost, start) that may still be best, both ascending
+    for start, earliest in enumerate(starts.tolist()):
+        cost = total[start] + repeated[start] + overhead
+        while candidates and candidates[-1][0] > cost:
+            candidates.pop()
+        candidates.append((cost, start))
+        while candidates[0][1] < earliest:
+            candidates.popleft()
+        total.append(candidates[0][0])
+        previous.append(candidates[0][1])
+    cuts = [len(starts)]
     while cuts[-1]:
-        cuts.append(int(previous[cuts[-1]]))
-    return cuts[::-1], float(total[rows])
+        cuts.append(previous[cuts[-1]])
+    return cuts[::-1], total[-1]
 
 
 def _split_costliest(costs: _RangeSums, cuts: list[int]) -> list[int]:
@@ -257,10 +265,11 @@ class PrefixSharing:
 def build_prefix_tree(data: DataProto, experts: torch.Tensor | None = None) -> BatchPrefixTree:
     """Return the prefix tree of the rows. `experts` [rows, columns, ...]: tokens are shared only if these agree."""
     mask = packed_tokens(data.batch["attention_mask"])
+    ids = data.batch["input_ids"].numpy()  # one row at a time: numpy is faster for small arrays
     rows = []
-    for row, packed in enumerate(mask):  # one row at a time: bytes of all experts may need gigabytes
-        ids = data.batch["input_ids"][row, packed].numpy()
-        rows.append(token_bytes(ids, None if experts is None else experts[row, packed].numpy()).tobytes())
+    for row, packed in enumerate(mask.numpy()):  # and the bytes of all experts may need gigabytes
+        row_experts = None if experts is None else experts[row].numpy()[packed]
+        rows.append(token_bytes(ids[row][packed], row_experts).tobytes())
     lengths = mask.sum(dim=1).numpy()
     width = max((len(row) // int(length) for row, length in zip(rows, lengths, strict=True)), default=1)
     order, shared = prefix_order(rows, width)
