@@ -98,12 +98,13 @@ class SFTDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
         limit, how = self.config.max_length, self.config.truncation
         ids, weights = (truncate(store[item], limit, how) for store in (self._ids, self._weights))
-        kind = torch.int64 if np.isin(weights, (0, 1)).all() else torch.float32
+        is_mask = bool(((weights == 0) | (weights == 1)).all())
+        # numpy converts small arrays several times as fast as torch.
         return {
-            "input_ids": torch.tensor(ids, dtype=torch.int64),
+            "input_ids": torch.from_numpy(ids.astype(np.int64)),
             "attention_mask": torch.ones(len(ids), dtype=torch.int64),
             "position_ids": torch.arange(len(ids)),
-            "loss_mask": torch.tensor(weights, dtype=kind),
+            "loss_mask": torch.from_numpy(weights.astype(np.int64 if is_mask else np.float32)),
         }
 
     def messages_of(self, row: Mapping[str, Any]) -> Messages:
