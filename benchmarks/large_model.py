@@ -2,13 +2,13 @@
 
     python benchmarks/large_model.py --json FILE                  # LoRA rank 32, then full fine-tuning
     python benchmarks/large_model.py --modes lora --json FILE
-    python benchmarks/large_model.py --checkpoints /mnt/disk      # another disk; full fine-tuning needs 85 GB there
+    python benchmarks/large_model.py --checkpoints /mnt/disk      # another disk; full fine-tuning needs 85 GiB there
 
 32 prompts × 8 responses of 256 + 512 tokens, one optimizer step per batch, random weights. `full`: no keys of memory or
 placement are set, `trainer.auto_memory` decides; `full, larger micro-batches`: of 24,576 tokens. `lora`: activations
-are not checkpointed, and a micro-batch has one prompt with its responses; `lora, checkpointed`: without these keys. `s`
-of a step is the mean without the first step. The resumed run trains one more step from the checkpoint of step 3.
-If the disk has too little space for a checkpoint, none is saved.
+are not checkpointed, and a micro-batch has one prompt with its responses; `lora, checkpointed`: without these keys.
+`step, s` and the seconds of its phases are means without the first step. The resumed run trains one more step from the
+checkpoint of step 3, which has no exported model. If the disk has too little space for a checkpoint, none is saved.
 
 Without a GPU the model is tiny: this only tests the script.
 """

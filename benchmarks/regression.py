@@ -1,4 +1,4 @@
-"""Regression table of verl alone: training steps (a) and (b) of training_step.py, decoding, and SFT, in two minutes.
+"""Regression table of verl alone, in about three minutes: steps (a) and (b) of training_step.py, decoding, and SFT.
 
     python benchmarks/regression.py                    # measure, compare, append to benchmarks/regression.jsonl
     python benchmarks/regression.py --no-store         # measure and compare

@@ -124,12 +124,14 @@ def time_rows(results: dict[str, list[Measurement]]) -> list[dict[str, Any]]:
 def cpu_rows(results: dict[str, list[Measurement]]) -> list[dict[str, Any]]:
     """A row per kind of process."""
     names = list(dict.fromkeys(name for runs in results.values() for run in runs for name in run.cpu))
-    rows = [_row(name, results, lambda run, name=name: run.cpu.get(name)) for name in names]  # type: ignore[misc]
-    return [*rows, _row("all processes", results, lambda run: sum(run.cpu.values()))]
+    rows = [_row(name, results, lambda run, name=name: run.cpu.get(name), "process") for name in names]  # type: ignore[misc]
+    return [*rows, _row("all processes", results, lambda run: sum(run.cpu.values()), "process")]
 
 
-def _row(name: str, results: dict[str, list[Measurement]], value: Callable[..., float | None]) -> dict[str, Any]:
-    row: dict[str, Any] = {"part": name}
+def _row(
+    name: str, results: dict[str, list[Measurement]], value: Callable[..., float | None], column: str = "part"
+) -> dict[str, Any]:
+    row: dict[str, Any] = {column: name}
     for label, runs in results.items():
         values = [value(run) for run in runs]
         warm = [seconds for seconds in values[1:] if seconds is not None]
