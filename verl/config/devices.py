@@ -154,8 +154,8 @@ def _cgroup_limits() -> list[tuple[int, int]]:
 
 def _used_memory(folder: Path, files: _CgroupFiles) -> int:
     """Return the memory in bytes that a cgroup uses, without reclaimable page cache, such as that of a dataset."""
-    used, counters = int((folder / files.used).read_text()), folder / "memory.stat"
-    lines = counters.read_text().splitlines() if counters.exists() else []
+    used, statistics = int((folder / files.used).read_text()), folder / "memory.stat"
+    lines = statistics.read_text().splitlines() if statistics.exists() else []
     reclaimable = sum(int(line.split()[1]) for line in lines if line.startswith(f"{files.page_cache} "))
     return max(0, used - reclaimable)
 
@@ -193,8 +193,7 @@ def oom_kills(files: Sequence[Path]) -> int | None:
 def cgroup_counters() -> list[Path]:
     """Return files that may have the OOM kill counter of this process's memory cgroup, the most specific first.
 
-    Those of the groups above it are left out, except the root, which is the container's own group: they also count
-    processes of other groups.
+    Parent groups also count other processes and are left out, except the root, which in a container is its own group.
     """
     counters: dict[_CgroupFiles, list[Path]] = {}
     for folder, files in _memory_cgroups():

@@ -1,9 +1,9 @@
 """LoRA adapters (arXiv 2106.09685): slots in the matmuls of a model, and adapters that requests select by name.
 
-A model has a fixed number of slots, applied without merging. The rows of A of all slots are part of the weight that
-they adapt, so that `x A^T` needs no further matmul. Its product with the matrices B (`LowRankProduct`) is added by the
-kernels between the matmuls, which read only the slots that a token uses, or by a matmul after masking the other slots.
-Tokens without an adapter add exact zeros.
+A model has a fixed number of slots, applied without merging. In a `FusedModel` the rows of A of all slots are part of
+the weight that they adapt, so that `x A^T` needs no further matmul; a `GenericModel` computes it by a separate matmul.
+The product of `x A^T` with the matrices B (`LowRankProduct`) is added by the kernels between the matmuls, or by a
+matmul. Both mask `x A^T` in the slots that a token does not use, so tokens without an adapter add exact zeros.
 Shapes and addresses never change, so CUDA graphs stay valid. The scale of an adapter is part of its B.
 
 Files of named adapters have peft's format: adapter_config.json and adapter_model.safetensors. No code of an adapter is
@@ -44,7 +44,7 @@ __all__ = [
 
 # Ranks are padded to a multiple of this: rows of unaligned length make matmuls on GPUs slower.
 _RANK_MULTIPLE = 8
-_HALT = "adapters"
+_HALT_REASON = "adapters"
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 2**20
 _PREFIX = "base_model.model."
@@ -174,7 +174,7 @@ class ModelAdapters:
         return tensors
 
     def shards(self) -> dict[str, WeightShard]:
-        """Shards of these matrices on this tensor-parallel rank."""
+        """Shards on this tensor-parallel rank of the sharded matrices returned by `weights`."""
         layers = [layer for group in self._groups for layer in group.layers if layer.shard is not None]
         return {
             (down_name if layer.shard.dim else up_name)(layer.name): layer.shard
@@ -183,7 +183,7 @@ class ModelAdapters:
         }
 
     def clear(self, slot: int | None = None) -> None:
-        """Set the matrices of a slot (None: all memory, which may be undefined) to zero."""
+        """Set the matrices of a slot to zero. None: all slots and padding; the memory may be uninitialised."""
         if slot is None:
             for group in self._groups:
                 group.clear()
@@ -287,11 +287,11 @@ class LoraRegistry:
 
     @contextmanager
     def _halted(self) -> Iterator[None]:
-        self._engine.halt(_HALT)
+        self._engine.halt(_HALT_REASON)
         try:
             yield
         finally:
-            self._engine.resume(_HALT)
+            self._engine.resume(_HALT_REASON)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ __all__ = ["LowRankProduct"]
 
 @dataclass(frozen=True, slots=True)
 class LowRankProduct:
-    """What adapters add to the output of a matmul: `inner @ up.T`. Kernels add it to a tile that they read anyway."""
+    """What adapters add to the output of a matmul: `inner @ up.T`."""
 
     inner: torch.Tensor
     """x A^T [T, slots * layers * rank]; rows may be strided."""

@@ -84,7 +84,7 @@ _DECODE_FACTOR, _DECODE_FIXED = 1.26, (0.6e-3, 0.4e-3)
 _PREFILL_FACTOR = 158 / 139
 # Start and end of a generation phase (docs/results.md, whole steps: 0.53 s, of which 0.45 s are engine steps).
 _GENERATION_FIXED = 0.08
-# Weight sync of a step in one process: 0.05 s at 0.5B, 0.07 s at 1.5B (docs/results.md, whole steps).
+# Weight sync of a step in one process: 0.05 s at 0.5B, 0.08 s at 1.5B (docs/results.md, whole steps).
 _SYNC_FIXED, _SYNC_PER_PARAMETER = 0.04, 2e-11
 # Host time of a micro-batch, per layer: 1,150 tokens at 17,700 and 198,000 tokens/s (docs/results.md, no dynamic).
 _HOST_PER_LAYER = {"update": 2.7e-3, "inference": 0.24e-3}

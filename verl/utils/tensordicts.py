@@ -1,8 +1,8 @@
 """The names of tensordict that verl uses, imported without torch's compiler.
 
 On import, tensordict registers a few functions with the compiler, which imports the compiler: seconds of CPU time, also
-in processes that compile nothing. Here these calls are deferred until the process imports the compiler, which creating
-an optimizer does, too.
+in processes that compile nothing. Here these calls are deferred until the process imports the compiler. Creating an
+optimizer also imports it.
 """
 
 from __future__ import annotations

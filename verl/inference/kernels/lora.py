@@ -2,8 +2,9 @@
 
 A separate product per matmul would be one more kernel of a few microseconds, 112 times per step of a model with 28
 layers. Here the kernels of the rotation and the gate add the product to the tile that they read anyway, in float32. The
-residual and its norm become two kernels, of which the first adds the product. Columns of the product that belong to
-other layers of the same matmul are not read. Without adapters `verl.inference.kernels.pointwise` is used.
+residual and its norm become two kernels, of which the first adds the product. Columns of `inner` (slots * layers *
+rank) that belong to other layers of the same matmul are not read. Without adapters `verl.inference.kernels.pointwise`
+is used.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from verl.inference.low_rank import LowRankProduct
 
 __all__ = ["add_to_residual", "gated_silu", "is_fused", "rotate_and_cache"]
 
-# With more columns per layer, one matmul for the product is faster than small products in each tile.
-_MAX_COLUMNS = 128
+# With more columns of `inner` per layer (slots * rank), one matmul is faster than small products in each tile.
+_MAX_INNER_COLUMNS = 128
 
 
 def is_fused(product: LowRankProduct | None, layers: int) -> TypeGuard[LowRankProduct]:
     """Whether the kernels of this module can add `product` to the output of a matmul that computes `layers` layers."""
     if product is None or product.layers != layers:  # some of the layers have no adapter
         return False
-    return product.up.shape[1] <= _MAX_COLUMNS * layers
+    return product.up.shape[1] <= _MAX_INNER_COLUMNS * layers
 
 
 def add_to_residual(x: torch.Tensor, residual: torch.Tensor, product: LowRankProduct) -> None:

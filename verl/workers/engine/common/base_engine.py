@@ -347,9 +347,8 @@ class BaseTrainEngine(EngineCheckpointMixin):
 def compile_each_layer(layers: Iterable[nn.Module]) -> None:
     """Compile the forward pass of each layer for any number of tokens; layers of one class share the code.
 
-    Activation checkpointing that transformers has enabled moves into the compiled code, whose backward pass recomputes
-    only the activations that it reads: not the output of a layer's last projection, for example, which takes about a
-    quarter of the layer's matrix operations.
+    Activation checkpointing that transformers has enabled moves into the compiled code, which recomputes only what the
+    backward pass reads. It skips, for example, a layer's last projection, about a quarter of its matrix operations.
     """
     options = _inductor_options()
     for layer in layers:
