@@ -7,8 +7,8 @@ One engine in one process runs every case alternately with sharing off and on. T
 of a case compute the same loss and gradient; `loss` and `gradient` show the relative difference from sharing off.
 `bound` is the ratio of operations (layers, attention, head) without and with sharing, and `tokens/s` and `MFU` count
 the work without sharing; `computed MFU` counts the least work with sharing. `host ms` is the CPU time in which a pass
-finds the shared tokens and divides the rows into micro-batches, before its first kernel. In the agent case every turn is
-a row whose prompt lacks the reasoning of earlier turns.
+finds the shared tokens and divides the rows into micro-batches, before its first kernel. In the agent case every turn
+is a row whose prompt lacks the reasoning of earlier turns.
 """
 
 from __future__ import annotations
