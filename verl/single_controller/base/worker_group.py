@@ -10,7 +10,7 @@ import importlib
 import pickle
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -314,16 +314,41 @@ class WorkerError(PicklableError, RuntimeError):
 class WorkerCallError(WorkerError):
     """The worker's method raised. `worker_traceback`: its traceback; `__cause__`: its exception, if picklable."""
 
-    def __init__(self, failure: Failure, role: str, rank: int, host: str, method: str, others: int = 0) -> None:
+    def __init__(
+        self,
+        failure: Failure,
+        role: str,
+        rank: int,
+        host: str,
+        method: str,
+        others: Mapping[int, Failure] | None = None,
+    ) -> None:
+        """`others`: failures of other ranks, one of which may be the cause."""
         self.failure = failure
         self.worker_traceback = failure.traceback
-        summary = f"worker raised {failure.summary}" + (f"; {others} other rank(s) failed too" if others else "")
+        summary = f"worker raised {failure.summary}" + _describe_others(failure, others or {})
         super().__init__(summary, role, rank, host, method, f"worker traceback:\n{failure.traceback}")
         self.__cause__ = failure.exception()
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         self.__cause__ = self.failure.exception()  # pickle does not keep causes
+
+
+# Different errors of other ranks in a message, and characters of each.
+_OTHER_ERRORS, _OTHER_ERROR_LENGTH = 3, 200
+
+
+def _describe_others(failure: Failure, others: Mapping[int, Failure]) -> str:
+    """Describe the failures of other ranks: their number, and those errors that differ from `failure`."""
+    if not others:
+        return ""
+    ranks: dict[str, int] = {}
+    for rank, other in sorted(others.items()):
+        if other.summary != failure.summary:
+            ranks.setdefault(other.summary.partition("\n")[0][:_OTHER_ERROR_LENGTH], rank)
+    errors = [f"rank {rank}: {summary}" for summary, rank in ranks.items()][:_OTHER_ERRORS]
+    return f"; {len(others)} other rank(s) failed too" + (f" ({'; '.join(errors)})" if errors else "")
 
 
 class WorkerDiedError(WorkerError):

@@ -405,9 +405,9 @@ class RayWorkerGroup(WorkerGroup):
             error.advice = advice
             self._broken.append(error)
             raise error
-        rank, failure = min(failures.items())
-        assert isinstance(failure, Failure)
-        raise WorkerCallError(failure, self.role, rank, self._hosts[rank], method, len(failures) - 1)
+        raised = {rank: failure for rank, failure in failures.items() if isinstance(failure, Failure)}
+        rank = min(raised)
+        raise WorkerCallError(raised.pop(rank), self.role, rank, self._hosts[rank], method, raised)
 
     def _explain_death(self, failure: Exception | Failure, rank: int) -> tuple[str, str]:
         """Return cause and advice, from the memory of the rank's node before and after its death."""
