@@ -44,6 +44,10 @@ class WeightMismatchError(RuntimeError):
     """The engine's weights differ from the trainer's. The engine rejects requests until a weight sync succeeds."""
 
 
+class WeightsRefusedError(WeightMismatchError):
+    """Raised by the sender: receivers could not load or verify the weights. Their errors are the cause."""
+
+
 BucketTensors: TypeAlias = "dict[str | TensorSlice, torch.Tensor]"
 """A `Bucket` under construction."""
 _Item = TypeVar("_Item")

@@ -12,7 +12,7 @@ from verl.single_controller.base.worker_group import Failure, WorkerCallError, W
 from verl.trainer.ppo import weight_sync
 from verl.trainer.ppo.weight_sync import ReplicaWeights, UnverifiedWeightsError, WeightSync
 from verl.types.request import EngineDiedError
-from verl.types.weights import WeightMismatchError
+from verl.types.weights import WeightMismatchError, WeightsRefusedError
 from verl.utils.transfer_group import TransferLostError
 
 
@@ -95,9 +95,18 @@ def send(sender, receiver, blocked=False):
 
 
 LOST = call_error(TransferLostError("the connection was closed"), "actor")
+REFUSAL = call_error(WeightsRefusedError("weights: version 1 was refused"), "actor")
 NO_MEMORY = call_error(torch.OutOfMemoryError("no memory for the bucket"), "rollout")
 ENGINE_DIED = call_error(EngineDiedError("the engine ended"), "rollout")
 DIED = WorkerDiedError("the process ended", "rollout", 0, "host", "receive_weights")
+
+
+def with_other_rank(error):
+    """The lost connection of rank 0, which rank 1 has caused by `error`."""
+    lost = Failure.from_exception(TransferLostError("the connection was closed"))
+    return WorkerCallError(lost, "rollout", 0, "host", "method", [error])
+
+
 OWN = call_error(FloatingPointError("the trainer broke"), "actor")
 REFUSED = call_error(WeightMismatchError("weights: the trainer failed while sending"), "rollout")
 
@@ -109,6 +118,9 @@ REFUSED = call_error(WeightMismatchError("weights: the trainer failed while send
         (None, NO_MEMORY, NO_MEMORY),
         (LOST, DIED, DIED),
         (LOST, ENGINE_DIED, ENGINE_DIED),
+        (REFUSAL, NO_MEMORY, NO_MEMORY),
+        (LOST, with_other_rank(NO_MEMORY), NO_MEMORY),
+        (LOST, with_other_rank(ENGINE_DIED), ENGINE_DIED),
         (OWN, REFUSED, OWN),
         (LOST, call_error(TransferLostError("the connection was closed"), "rollout"), LOST),
         (OWN, None, OWN),

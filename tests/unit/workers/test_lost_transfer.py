@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from verl.types.weights import TensorSpec, WeightMismatchError
+from verl.types.weights import TensorSpec, WeightMismatchError, WeightsRefusedError
 from verl.utils.transfer_group import TransferGroup, TransferHost, TransferLostError
 from verl.workers.sharding_manager import BroadcastReceiver, BroadcastSender
 
@@ -216,5 +216,23 @@ def test_an_engine_of_another_dtype_is_refused_on_all_its_ranks():
         return BroadcastSender(group, torch.float32, bucket_bytes=1).send(Source(), 1)
 
     outcomes = in_group([send, *(lambda group, rank=rank: receive(rank, group) for rank in range(RANKS))])
-    assert [type(outcome) for outcome in outcomes] == [WeightMismatchError] * 3
+    assert [type(outcome) for outcome in outcomes] == [WeightsRefusedError, *[WeightMismatchError] * RANKS]
     assert not any(rank.failed for rank in ranks)
+
+
+def test_a_rank_that_leaves_an_nccl_group_does_not_wait_for_its_peers():
+    """They may still be in a broadcast, which leaving does not end."""
+    exchanges: list[Exception | None] = []
+    rank = Rank(SharedEngine(), 0)
+    rank.exchange_error = exchanges.append  # type: ignore[method-assign]
+
+    def receive(group: TransferGroup) -> Any:
+        group.ends_when_left = False
+        call_before(group, 0, _run_out_of_memory)
+        return BroadcastReceiver(group).receive(rank)
+
+    def send(group: TransferGroup) -> Any:
+        return BroadcastSender(group, torch.float32, bucket_bytes=1).send(Source(), 1)
+
+    assert isinstance(in_group([send, receive])[1], torch.OutOfMemoryError)
+    assert not exchanges

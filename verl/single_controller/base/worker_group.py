@@ -10,7 +10,7 @@ import importlib
 import pickle
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -321,12 +321,12 @@ class WorkerCallError(WorkerError):
         rank: int,
         host: str,
         method: str,
-        others: Mapping[int, Failure] | None = None,
+        others: Sequence[WorkerCallError] = (),
     ) -> None:
-        """`others`: failures of other ranks, one of which may be the cause."""
-        self.failure = failure
+        """`others`: the errors of other ranks, one of which may be the cause."""
+        self.failure, self.others = failure, tuple(others)
         self.worker_traceback = failure.traceback
-        summary = f"worker raised {failure.summary}" + _describe_others(failure, others or {})
+        summary = f"worker raised {failure.summary}" + _describe_others(failure, others)
         super().__init__(summary, role, rank, host, method, f"worker traceback:\n{failure.traceback}")
         self.__cause__ = failure.exception()
 
@@ -339,14 +339,14 @@ class WorkerCallError(WorkerError):
 _OTHER_ERRORS, _OTHER_ERROR_LENGTH = 3, 200
 
 
-def _describe_others(failure: Failure, others: Mapping[int, Failure]) -> str:
-    """Describe the failures of other ranks: their number, and those errors that differ from `failure`."""
+def _describe_others(failure: Failure, others: Sequence[WorkerCallError]) -> str:
+    """Describe the errors of other ranks: their number, and those that differ from `failure`."""
     if not others:
         return ""
     ranks: dict[str, int] = {}
-    for rank, other in sorted(others.items()):
-        if other.summary != failure.summary:
-            ranks.setdefault(other.summary.partition("\n")[0][:_OTHER_ERROR_LENGTH], rank)
+    for other in others:
+        if other.failure.summary != failure.summary:
+            ranks.setdefault(other.failure.summary.partition("\n")[0][:_OTHER_ERROR_LENGTH], other.rank)
     errors = [f"rank {rank}: {summary}" for summary, rank in ranks.items()][:_OTHER_ERRORS]
     return f"; {len(others)} other rank(s) failed too" + (f" ({'; '.join(errors)})" if errors else "")
 

@@ -405,9 +405,10 @@ class RayWorkerGroup(WorkerGroup):
             error.advice = advice
             self._broken.append(error)
             raise error
-        raised = {rank: failure for rank, failure in failures.items() if isinstance(failure, Failure)}
-        rank = min(raised)
-        raise WorkerCallError(raised.pop(rank), self.role, rank, self._hosts[rank], method, raised)
+        raised = [(rank, failure) for rank, failure in sorted(failures.items()) if isinstance(failure, Failure)]
+        (first, failure), *rest = raised
+        others = [WorkerCallError(other, self.role, rank, self._hosts[rank], method) for rank, other in rest]
+        raise WorkerCallError(failure, self.role, first, self._hosts[first], method, others)
 
     def _explain_death(self, failure: Exception | Failure, rank: int) -> tuple[str, str]:
         """Return cause and advice, from the memory of the rank's node before and after its death."""

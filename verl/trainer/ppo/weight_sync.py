@@ -32,6 +32,7 @@ from verl.trainer.ppo.rollout_manager import RolloutManager
 from verl.trainer.ppo.row_balancing import local_columns
 from verl.trainer.ppo.worker_groups import WorkerGroups
 from verl.types.request import EngineDiedError
+from verl.types.weights import WeightsRefusedError
 from verl.utils.exceptions import cause_chain
 from verl.utils.model import compute_position_id_with_mask
 from verl.utils.transfer_group import TransferLostError
@@ -147,22 +148,25 @@ class WeightSync:
         weights.verified_version = version
 
     def _send(self, version: int) -> None:
-        """Run the sending and the receiving call concurrently. A receiver that cannot receive ends the sender's
-        call."""
+        """Run the sending and the receiving call concurrently. A receiver that leaves the transfer ends the sender's
+        call, too."""
         actor, rollout = self._groups.actor, self._groups.rollout
         sending, receiving = actor.send_weights(version), rollout.receive_weights(version, self._kv)
         receiver_errors: list[Exception] = []
-        sender_ended = threading.Event()
+        sender_ended, abandoned = threading.Event(), threading.Event()
 
         def receive() -> None:
             try:
                 receiving.get()
             except Exception as error:  # noqa: BLE001 - raised below, by the thread that waits for the sender
                 receiver_errors.append(error)
+                if abandoned.is_set():
+                    return  # the groups may have been restarted since
                 died = isinstance(error, WorkerDiedError)
                 if died:
                     rollout.shutdown()  # a gloo sender blocks until the connections are closed
-                if died or not sender_ended.wait(_PEER_END_S):
+                # A worker whose engine died stays in the transfer.
+                if died or not (engine_died(error) or sender_ended.wait(_PEER_END_S)):
                     actor.abort_transfer()  # an NCCL sender blocks until its communicator is aborted
 
         receiver = threading.Thread(target=receive, name="weights-received", daemon=True)
@@ -175,16 +179,25 @@ class WeightSync:
         finally:
             sender_ended.set()
         receiver.join(_PEER_END_S if sender_errors else None)
+        abandoned.set()
         if errors := [*_causes(sender_errors, receiver_errors), *sender_errors, *receiver_errors]:
             raise errors[0]
 
 
 def _causes(sender_errors: list[Exception], receiver_errors: list[Exception]) -> list[Exception]:
     """Return the receivers' errors that explain those of the sender: the death of a worker or engine, or, if the sender
-    only reports a lost connection, another error, such as too little memory."""
-    deaths = [error for error in receiver_errors if isinstance(error, WorkerDiedError) or engine_died(error)]
-    lost = any(map(is_lost_transfer, sender_errors))
-    return deaths or [error for error in receiver_errors if lost and not is_lost_transfer(error)]
+    only reports a lost connection or refused weights, another error, such as too little memory."""
+    errors = list(receiver_errors)
+    for error in receiver_errors:
+        errors += error.others if isinstance(error, WorkerCallError) else ()
+    deaths = [error for error in errors if isinstance(error, WorkerDiedError) or engine_died(error)]
+    if deaths or not all(is_lost_transfer(error) or _is_refusal(error) for error in sender_errors):
+        return deaths
+    return [error for error in errors if not is_lost_transfer(error)]
+
+
+def _is_refusal(error: Exception) -> bool:
+    return any(isinstance(cause, WeightsRefusedError) for cause in cause_chain(error))
 
 
 def engine_died(error: BaseException) -> bool:

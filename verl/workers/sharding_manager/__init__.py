@@ -11,7 +11,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from verl.types.weights import Bucket, Manifest, RequestedRows, TensorSlice, TensorSpec, WeightMismatchError
+from verl.types.weights import (
+    Bucket,
+    Manifest,
+    RequestedRows,
+    TensorSlice,
+    TensorSpec,
+    WeightMismatchError,
+    WeightsRefusedError,
+)
 from verl.utils.transfer_group import TransferGroup, TransferLostError
 from verl.utils.weight_fingerprint import Placement, fingerprints
 from verl.workers.rollout.base import BaseRollout
@@ -110,13 +118,16 @@ class BroadcastSender:
             with suppress(TransferLostError):  # the trainer's own error is the cause
                 group.broadcast_json({"error": f"{type(error).__name__}: {error}"})
                 group.members_with_flag(True)
-            for _ in buckets:
-                pass  # as above; nothing is left if gathering itself has failed
+            try:
+                for _ in buckets:
+                    pass  # as above; nothing is left if gathering itself has failed
+            except Exception as later:  # noqa: BLE001 - the first error is raised
+                logger.warning("weights: after the first error, gathering the remaining buckets failed: %s", later)
             raise
         group.broadcast_json({"fingerprint": sent.fingerprint})
         refused = group.members_with_flag(False)
         if refused:
-            raise WeightMismatchError(
+            raise WeightsRefusedError(
                 f"weights: version {version} was refused by rollout rank(s) {[rank - 1 for rank in refused]};"
                 " the error there names the tensor."
             )
@@ -148,10 +159,11 @@ class BroadcastSender:
 
     def _send_bucket(self, group: TransferGroup, bucket: Bucket) -> None:
         layout = bucket_layout(bucket)
-        group.broadcast_json({"tensors": [vars(piece) for piece in layout]})
         flat = torch.zeros(layout_bytes(layout), dtype=torch.uint8, device=group.device)
         for piece in layout:
             piece.view(flat).copy_(bucket[piece.key])
+        # After this header the members expect the tensors: what may fail comes before.
+        group.broadcast_json({"tensors": [vars(piece) for piece in layout]})
         group.broadcast(flat)
 
 
@@ -174,7 +186,7 @@ class BroadcastReceiver:
         except Exception as error:  # noqa: BLE001 - raised below; too little memory on this rank, for example
             self.group.leave()
             steps.error = _with_cause(error, steps.error)
-            # With NCCL the peers are still in a broadcast, so that this rank must not wait for them.
+            # With NCCL the peers may still be in a broadcast, so that this rank must not wait for them.
             if self.group.ends_when_left:
                 loader.raise_on_peers(steps.error)
         if steps.error is not None:
