@@ -229,8 +229,8 @@ FAMILIES = {
 def chat_tokenizer(family: str, words: str | None = "") -> Any:
     """A BPE tokenizer that can encode every string, with the special tokens and the template of a family.
 
-    `words` replaces the family's pre-tokenization pattern ("": keep it; None: no pre-tokenization). Tests may change
-    the attributes of the result.
+    `words` replaces the family's pre-tokenization pattern ("": keep it; None: no pre-tokenization). Tests may set the
+    chat template of the result; its tokens are shared.
     """
     return copy.copy(_trained_tokenizer(family, words))
 

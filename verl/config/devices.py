@@ -193,12 +193,16 @@ def oom_kills(files: Sequence[Path]) -> int | None:
 def cgroup_counters() -> list[Path]:
     """Return files that may have the OOM kill counter of this process's memory cgroup, the most specific first.
 
-    Parent groups also count other processes and are left out, except the root, which in a container is its own group.
+    If the own folder is not visible, as in a container, the root is the container's group, and those in between belong
+    to others.
     """
     counters: dict[_CgroupFiles, list[Path]] = {}
     for folder, files in _memory_cgroups():
         counters.setdefault(files, []).append(folder / files.counters)
-    return [path for own, *above in counters.values() for path in (own, *above[-1:])]
+    paths: list[Path] = []
+    for own, *above in counters.values():
+        paths += (own, *above) if own.parent.is_dir() else above[-1:]
+    return paths
 
 
 class _Memory(ctypes.Structure):
