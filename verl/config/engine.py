@@ -26,7 +26,7 @@ class ModelConfig(Block):
     trust_remote_code: bool = key("Run Python code from the model repository.")
     use_remove_padding: bool = key("Pack sequences without padding in all passes.")
     enable_gradient_checkpointing: bool = key(
-        "Gradient checkpointing: recompute activations in the backward pass (less memory, about a third more compute).",
+        "Gradient checkpointing: recompute activations in the backward pass (less memory, up to a third more compute).",
         aliases=("../actor.fsdp_config.gradient_checkpointing",),
     )
     override_config: dict[str, Any] = key("Values that override the model's config.json.")

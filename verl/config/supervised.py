@@ -61,7 +61,7 @@ class SupervisedModelConfig(ModelConfig):
     )
     use_remove_padding: bool = key("Pack sequences without padding in all passes.", aliases=("../use_remove_padding",))
     enable_gradient_checkpointing: bool = key(
-        "Gradient checkpointing: recompute activations in the backward pass (less memory, about a third more compute).",
+        "Gradient checkpointing: recompute activations in the backward pass (less memory, up to a third more compute).",
         aliases=("../fsdp_config.gradient_checkpointing",),
     )
 

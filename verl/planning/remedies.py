@@ -28,7 +28,7 @@ UNKNOWN: Any = object()
 _COSTS = (
     ("micro_batch_size", "smaller micro-batches"),
     ("max_token_len", "smaller micro-batches"),
-    ("checkpointing", "a third more compute"),
+    ("checkpointing", "up to a third more compute"),
     ("reshard", "weights are gathered and cast again in the backward pass"),
     ("offload", "transfers every step"),
     ("state_dtype", "moments in bf16 with stochastic rounding"),
