@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 
+import psutil
 import pytest
 
 from verl.sandbox import REQUIRE, available
@@ -296,7 +297,10 @@ def test_a_checker_that_is_killed_before_it_reads_a_test_is_replaced(number, sta
         driver.stdin.flush()
         first = driver.stdout.readline()
         _, checker = with_descendants(driver.pid)
-        os.kill(checker, number)
+        process = psutil.Process(checker)
+        process.send_signal(number)
+        if number == signal.SIGKILL:
+            process.wait(30)  # until it has ended, its pending read may take what is written next
         try:
             stdout, _ = driver.communicate("".join(blocks[2:]), timeout=60)
         finally:
