@@ -52,9 +52,9 @@ def _problems(kind: type) -> BaseException:
 def _call_error(kind: type) -> BaseException:
     from verl.single_controller.base.worker_group import Failure
 
-    return kind(
-        Failure.from_exception(KeyError("no such column")), "actor", 1, "node-3 pid 17", "update_actor", others=2
-    )
+    where = ("node-3 pid 17", "update_actor")
+    other = kind(Failure.from_exception(ConnectionError("closed by a peer")), "actor", 2, *where)
+    return kind(Failure.from_exception(KeyError("no such column")), "actor", 1, *where, [other])
 
 
 MADE_OF: dict[str, Callable[[type], BaseException]] = {
