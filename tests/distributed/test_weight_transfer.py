@@ -280,7 +280,7 @@ def test_sharded_trainers_and_rollouts_exchange_versions_in_their_own_group(
             process.kill()
 
     tensors = len(tiny_model(tie_word_embeddings=tied).state_dict())
-    refused = "WeightMismatchError: weights: version 3 was refused by rollout rank"
+    refused = "WeightsRefusedError: weights: version 3 was refused by rollout rank"
     sent, sent_again, refusal, broke, finally_sent = said["trainer 0"]
     assert (sent, sent_again, finally_sent) == (tensors,) * 3
     assert refusal.startswith(f"{refused}(s) {list(range(rollouts))}")
