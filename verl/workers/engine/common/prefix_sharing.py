@@ -149,7 +149,7 @@ def _least_repeated(starts: np.ndarray, costs: _RangeSums, overhead: float) -> t
     """
     repeated = costs.repeated.tolist()
     total, previous = [0.0], [0]  # by the end of a range: the least cost, and the start of the last range
-    candidates: deque[tuple[float, int]] = deque()  # (cost, start) that may still be best, both ascending
+    candidates: deque[tuple[float, int]] = deque()  # (cost, start) that may still be best, in ascending order
     for start, earliest in enumerate(starts.tolist()):
         cost = total[start] + repeated[start] + overhead
         while candidates and candidates[-1][0] > cost:
@@ -265,9 +265,11 @@ class PrefixSharing:
 def build_prefix_tree(data: DataProto, experts: torch.Tensor | None = None) -> BatchPrefixTree:
     """Return the prefix tree of the rows. `experts` [rows, columns, ...]: tokens are shared only if these agree."""
     mask = packed_tokens(data.batch["attention_mask"])
-    ids = data.batch["input_ids"].numpy()  # one row at a time: numpy is faster for small arrays
+    # One row at a time, because the bytes of all experts may need gigabytes; numpy selects tokens of a row faster than
+    # torch.
+    ids = data.batch["input_ids"].numpy()
     rows = []
-    for row, packed in enumerate(mask.numpy()):  # and the bytes of all experts may need gigabytes
+    for row, packed in enumerate(mask.numpy()):
         row_experts = None if experts is None else experts[row].numpy()[packed]
         rows.append(token_bytes(ids[row][packed], row_experts).tobytes())
     lengths = mask.sum(dim=1).numpy()
