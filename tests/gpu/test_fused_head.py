@@ -179,6 +179,22 @@ def test_the_gradient_of_several_labels_is_rounded_after_its_sum():
     torch.testing.assert_close(d_logits.double(), wanted, rtol=2.0**-8, atol=5e-6)
 
 
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+def test_gradients_through_a_frozen_head_are_exact_but_for_rounding(dtype, adjust):
+    hidden, weight, bias, labels = head(300, 64, 50_257, dtype)
+    weight, bias = weight.detach(), bias.detach()
+    loss_weights = torch.randn(300, device=CUDA)
+    log_probs, _ = label_statistics(hidden, weight, labels, 0.7, False, bias=bias, adjust=adjust, chunk_rows=128)
+    (found,) = torch.autograd.grad((log_probs * loss_weights).sum(), hidden)
+    leaf = hidden.detach().double().requires_grad_()
+    logits = adjust(torch.nn.functional.linear(leaf, weight.double(), bias.double())) / 0.7
+    wanted = logits.log_softmax(dim=-1).gather(1, labels[:, None])[:, 0]
+    torch.testing.assert_close(log_probs.double(), wanted, rtol=1e-4, atol=1e-4)
+    (wanted,) = torch.autograd.grad((wanted * loss_weights).sum(), leaf)
+    assert (found.double() - wanted).norm() < 2 * ROUNDING[dtype] * wanted.norm()
+
+
 def test_a_chunk_and_the_weights_gradient_are_all_the_memory_it_takes():
     rows, size = 16_384, 896
     hidden, weight, _, labels = head(rows, size, QWEN_VOCAB, torch.bfloat16)

@@ -153,6 +153,6 @@ class PipelineEngine:
         else:
             log_p = (self.hf.lm_head(states[rows.before]) / temperature).log_softmax(-1)
             fields["log_probs"] = log_p.gather(1, rows.labels[:, None])[:, 0]
-            fields["entropy"] = -(log_p.exp() * log_p).sum(-1)
+            fields["entropy"] = fields["entropy_value"] = -(log_p.exp() * log_p).sum(-1)
         empty = torch.zeros(part.batch["responses"].shape)
         return {name: empty.index_put(indices, fields[name]) for name in outputs}

@@ -32,7 +32,7 @@ from verl.models.shared_prefixes import TreePacking, gather_tokens
 logger = logging.getLogger(__name__)
 
 FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
-    "causal_lm": ("log_probs", "entropy", "other_log_probs", "top_ids", "top_log_probs"),
+    "causal_lm": ("log_probs", "entropy", "entropy_value", "other_log_probs", "top_ids", "top_log_probs"),
     "value": ("values", "last_value"),
     "sequence_classification": ("scores",),
 }
@@ -87,7 +87,7 @@ class ResponseModel(nn.Module):
         else:
             per_token = label_statistics_fields(
                 *label_statistics(
-                    hidden, weight, rows.labels, temperature, "entropy" in fields, bias=bias, adjust=adjust
+                    hidden, weight, rows.labels, temperature, bias=bias, adjust=adjust, **entropy_options(fields)
                 )
             )
         return {name: scatter_to_responses(per_token[name], rows, shape) for name in fields}
@@ -137,11 +137,20 @@ def select_states(hidden: torch.Tensor, index: torch.Tensor, rows: Rows) -> torc
     return hidden.index_select(0, index)
 
 
+def entropy_options(fields: Sequence[str]) -> dict[str, bool]:
+    """Return the arguments of `label_statistics` for the entropy in these fields: `entropy_value` has no gradient."""
+    return {
+        "with_entropy": "entropy" in fields or "entropy_value" in fields,
+        "entropy_has_gradient": "entropy" in fields,
+    }
+
+
 def label_statistics_fields(log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
     """Return results of `label_statistics` by field; of labels [N, 1 + K] the first is the response token."""
     if log_probs.dim() == 1:
-        return {"log_probs": log_probs, "entropy": entropy}
-    return {"log_probs": log_probs[:, 0], "other_log_probs": log_probs[:, 1:], "entropy": entropy}
+        return {"log_probs": log_probs, "entropy": entropy, "entropy_value": entropy}
+    entropies = {"entropy": entropy, "entropy_value": entropy}
+    return {"log_probs": log_probs[:, 0], "other_log_probs": log_probs[:, 1:], **entropies}
 
 
 def top_token_fields(top: TopTokens) -> dict[str, torch.Tensor]:

@@ -2,8 +2,9 @@
 cross-entropy).
 
 The backward pass recomputes the logits of each chunk and replaces them by their gradient, so a call saves only its
-inputs and a few numbers per row. On CUDA the passes over logits are Triton kernels, elsewhere plain torch. `d_x` is
-the gradient of the loss with respect to `x`.
+inputs and a few numbers per row. With a frozen head, the forward pass already computes the gradient of each log-prob
+with respect to its hidden state: the loss only scales it, and the backward pass needs no logits. On CUDA the passes
+over logits are Triton kernels, elsewhere plain torch. `d_x` is the gradient of the loss with respect to `x`.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def label_statistics(
     adjust: LogitAdjustment | None = None,
     chunk_rows: int | None = None,
     vocab_group: dist.ProcessGroup | None = None,
+    entropy_has_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the log-probs of `labels` [N] at `hidden` [N, H] with the head `weight` [vocab, H], and entropies [N].
 
@@ -48,12 +50,21 @@ def label_statistics(
     chunk. `adjust` is applied before `temperature`. `hidden`, `weight` and `bias` get gradients; second derivatives
     are not supported. With `vocab_group`, whose ranks divide the vocabulary, `weight` and `bias` are this rank's part
     (possibly empty), labels are relative to its start, and hidden states and their gradients are the same on every
-    rank.
+    rank. Without `entropy_has_gradient`, the entropies are not differentiable.
+
+    Gradients through a frozen head are computed in the forward pass and rounded twice to the dtype of `hidden`, except
+    with several labels per row, with `vocab_group`, or if the entropies have gradients.
     """
+    adjust, group = adjust or LogitAdjustment(), vocab_group
     rows = chunk_rows or rows_per_chunk(len(hidden), len(weight), wide_dtype(hidden.dtype).itemsize, hidden.device.type)
-    return _LabelStatistics.apply(
-        hidden, weight, bias, labels, temperature, adjust or LogitAdjustment(), with_entropy, rows, vocab_group
+    frozen = torch.is_grad_enabled() and hidden.requires_grad
+    frozen &= not (weight.requires_grad or (bias is not None and bias.requires_grad))
+    if frozen and group is None and labels.dim() == 1 and not (with_entropy and entropy_has_gradient):
+        return _FrozenHead.apply(hidden, weight, bias, labels, temperature, adjust, with_entropy, rows)
+    log_probs, entropy = _LabelStatistics.apply(
+        hidden, weight, bias, labels, temperature, adjust, with_entropy, rows, group
     )
+    return log_probs, entropy if entropy is None or entropy_has_gradient else entropy.detach()
 
 
 def chunk_gradients_(
@@ -206,16 +217,58 @@ class _LabelStatistics(torch.autograd.Function):
                 ctx.temperature,
                 ctx.adjust,
             )
-            if has_kernels(logits):
-                d_logits = totals.buffer(logits)
-                kernel_gradients(logits, d_logits, *statistics)
-            else:
-                d_logits = chunk_gradients_(logits, *statistics).to(hidden.dtype)
-            totals.add(rows, d_logits)
+            totals.add_chunk(rows, logits, *statistics)
         d_hidden, d_weight, d_bias = totals.gradients()
         if ctx.vocab_group is not None and d_hidden is not None:
             dist.all_reduce(d_hidden, group=ctx.vocab_group)
         return (d_hidden, d_weight, d_bias, None, None, None, None, None, None)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """`label_statistics` of a head without gradients: (hidden, weight, bias, …) -> (log_probs, entropy or None).
+
+    The forward pass computes the gradient of each log-prob with respect to its hidden state. The loss only scales it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        temperature: float,
+        adjust: LogitAdjustment,
+        with_entropy: bool,
+        chunk_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, labels = hidden.contiguous(), labels.contiguous()
+        out = empty_statistics(hidden, weight)
+        totals = _GradientSums(hidden, weight, bias, (True, False, False), one_chunk=True)
+        # Gradients of nearly certain tokens are below the normal numbers of float16.
+        ctx.scale = 2.0**10 if hidden.dtype == torch.float16 else 1.0
+        d_log_probs = out.new_full((len(hidden),), ctx.scale)
+        for rows, logits in logit_chunks(hidden, weight, bias, chunk_rows):
+            kept = logits if has_kernels(logits) else logits.clone()  # without kernels, `logits` are overwritten
+            write_statistics(out[:, rows], logits, labels[rows], temperature, adjust, with_entropy)
+            log_sum_exp = RowStatistics(*out[:, rows]).log_sum_exp()
+            totals.add_chunk(rows, kept, labels[rows], log_sum_exp, None, d_log_probs[rows], None, temperature, adjust)
+        statistics = RowStatistics(*out)
+        entropy = statistics.entropy() if with_entropy else None
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(totals.gradients()[0])
+        ctx.set_materialize_grads(False)
+        return statistics.log_probs(), entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_log_probs: torch.Tensor | None, _: torch.Tensor | None) -> tuple[Any, ...]:
+        (gradients,) = ctx.saved_tensors
+        d_hidden = None
+        if d_log_probs is not None:  # `out`: no float32 tensor of this size
+            d_hidden = torch.mul(gradients, (d_log_probs / ctx.scale)[:, None], out=torch.empty_like(gradients))
+        return (d_hidden, *[None] * 7)
 
 
 class _GradientSums:
@@ -238,7 +291,16 @@ class _GradientSums:
         self._started = False
         self._buffer: torch.Tensor | None = None
 
-    def buffer(self, logits: torch.Tensor) -> torch.Tensor:
+    def add_chunk(self, rows: slice, logits: torch.Tensor, *statistics: Any) -> None:
+        """Add the gradients of a chunk; `statistics` are the other arguments of `chunk_gradients_`."""
+        if has_kernels(logits):
+            d_logits = self._d_logits(logits)
+            kernel_gradients(logits, d_logits, *statistics)
+        else:
+            d_logits = chunk_gradients_(logits, *statistics).to(self._hidden.dtype)
+        self._add(rows, d_logits)
+
+    def _d_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return a tensor to which the gradient of these logits is written, in the dtype of the matmuls: `logits`
         itself if it has this dtype, otherwise a buffer that all chunks share."""
         if logits.dtype == self._hidden.dtype:
@@ -247,8 +309,8 @@ class _GradientSums:
             self._buffer = self._hidden.new_empty(len(logits), logits.stride(0))
         return self._buffer[: len(logits), : logits.shape[1]]
 
-    def add(self, rows: slice, d_logits: torch.Tensor) -> None:
-        """Add the gradients of a chunk: `d_logits` are those of the logits of `rows`."""
+    def _add(self, rows: slice, d_logits: torch.Tensor) -> None:
+        """Add the products of `d_logits`, the gradients of the logits of `rows`."""
         if self._d_hidden is not None:
             torch.mm(d_logits, self._weight, out=self._d_hidden[rows])
         if self._d_weight is not None:

@@ -37,7 +37,7 @@ class Case:
         self.loss_weights = normal(2, rows)
         self.inputs = [self.hidden, self.weight] + ([self.bias] if bias else [])
 
-    def ours(self, temperature=1.0, adjust=None, chunk_rows=None, with_entropy=True):
+    def ours(self, temperature=1.0, adjust=None, chunk_rows=None, with_entropy=True, **options):
         return label_statistics(
             self.hidden,
             self.weight,
@@ -47,6 +47,7 @@ class Case:
             bias=self.bias,
             adjust=adjust,
             chunk_rows=chunk_rows,
+            **options,
         )
 
     def plain(self, temperature=1.0, adjust=None):
@@ -167,6 +168,67 @@ def test_a_frozen_head_passes_the_gradient_on_and_gets_none():
     assert case.weight.shape not in made.shapes
 
 
+@pytest.mark.parametrize("adjust", ADJUSTMENTS)
+@pytest.mark.parametrize("chunk_rows", [1, 4, 20])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_through_a_frozen_head_are_those_of_plain_log_softmax(adjust, chunk_rows, bias):
+    """They are computed in the forward pass: the backward pass multiplies no matrices."""
+    case = Case(bias=bias)
+    case.labels[3] = 40  # outside the vocabulary
+    inside = torch.arange(11) != 3
+    case.weight.requires_grad_(False)
+    case.bias = None if case.bias is None else case.bias.detach()
+    log_probs, entropy = case.ours(0.7, adjust, chunk_rows, entropy_has_gradient=False)
+    assert not entropy.requires_grad
+    with Products() as products:
+        (found,) = torch.autograd.grad((log_probs * case.loss_weights[0])[inside].sum(), case.hidden)
+    assert products.count == 0
+    assert (found[3] == 0).all()
+    alone, nothing = case.ours(0.7, adjust, chunk_rows, with_entropy=False)
+    assert nothing is None
+    assert torch.equal(alone, log_probs)
+    case.labels[3] = 0
+    wanted, wanted_entropy = case.plain(0.7, adjust)
+    torch.testing.assert_close(log_probs[inside], wanted[inside])
+    torch.testing.assert_close(entropy, wanted_entropy)
+    (wanted,) = torch.autograd.grad((wanted * case.loss_weights[0])[inside].sum(), case.hidden)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_an_entropy_without_gradient_leaves_the_gradient_of_a_trained_head():
+    case = Case()
+    log_probs, entropy = case.ours(0.7, chunk_rows=4, entropy_has_gradient=False)
+    assert not entropy.requires_grad
+    torch.testing.assert_close(entropy, case.plain(0.7)[1])
+    found = torch.autograd.grad(log_probs.sum(), case.inputs)
+    torch.testing.assert_close(found, torch.autograd.grad(case.plain(0.7)[0].sum(), case.inputs))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "certain", "tolerance"),
+    [(torch.bfloat16, False, 2**-7), (torch.bfloat16, True, 2**-7), (torch.float16, False, 2**-9)]
+    # Probabilities of the other tokens are below the normal numbers of float16, also with a trained head.
+    + [(torch.float16, True, 0.012)],
+)
+def test_gradients_through_a_frozen_head_in_half_precision_are_rounded_twice(dtype, certain, tolerance):
+    """Of random tokens, and of tokens whose probability is almost 1."""
+    case, exact_case = Case(40, 16, 300, dtype), Case(40, 16, 300, torch.float32)
+    if certain:
+        case.labels[:] = exact_case.labels[:] = 7
+        with torch.no_grad():
+            case.bias[7] = 20.0
+        case.loss_weights *= 2**10
+    exact_case.hidden, exact_case.weight, exact_case.bias = exact_case.inputs = [
+        value.detach().float().requires_grad_() for value in case.inputs
+    ]
+    case.weight.requires_grad_(False), case.bias.requires_grad_(False)
+    log_probs, _ = case.ours(0.7, chunk_rows=7, with_entropy=False)
+    (found,) = torch.autograd.grad((log_probs * case.loss_weights[0]).sum(), case.hidden)
+    (wanted,) = torch.autograd.grad((exact_case.plain(0.7)[0] * case.loss_weights[0]).sum(), exact_case.hidden)
+    errors = (found.float() - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert errors.median() < tolerance
+
+
 def test_logits_of_half_precision_are_not_rounded():
     case = Case(rows=40, vocab=300, dtype=torch.bfloat16)
     exact_case = Case(rows=40, vocab=300, dtype=torch.float32)
@@ -199,6 +261,18 @@ def test_what_is_not_a_number_stays_so_and_in_its_row():
         case.hidden[2, 1] = torch.nan
     for value in case.ours():
         assert value.isnan().nonzero().flatten().tolist() == [2]
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm")
+        return func(*args, **(kwargs or {}))
 
 
 class Allocations(TorchDispatchMode):

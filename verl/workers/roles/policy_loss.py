@@ -38,8 +38,10 @@ class PolicyLoss:
         correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self.config, self.distillation, self.correction = config, distillation, correction
-        # Entropy is expensive: computed only if it is part of the loss, or if no other pass measures it.
-        self.outputs = ("log_probs", "entropy") if config.entropy_coeff or own_old_log_probs else ("log_probs",)
+        # Entropy is expensive: computed only if it is part of the loss or, without gradients, if no other pass
+        # measures it.
+        self._entropy = "entropy" if config.entropy_coeff else "entropy_value"
+        self.outputs = ("log_probs", self._entropy) if config.entropy_coeff or own_old_log_probs else ("log_probs",)
         if distillation is not None and distillation.over_top_tokens:
             self.outputs = (*self.outputs, "other_log_probs")
         self.own_old_log_probs = own_old_log_probs
@@ -113,7 +115,7 @@ class PolicyLoss:
         columns, mask = data.batch, data.batch["response_mask"].bool()
         per_token = {}
         if self.own_old_log_probs:
-            per_token["entropy"] = output["entropy"].detach()
+            per_token["entropy"] = output[self._entropy].detach()
         if "teacher_log_prob" in columns.keys():
             per_token["teacher_kl"] = output["log_probs"].detach() - columns["teacher_log_prob"]
         return {name: (torch.where(mask, value, 0.0).sum(), mask.sum()) for name, value in per_token.items()}

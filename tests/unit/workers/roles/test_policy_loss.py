@@ -129,7 +129,9 @@ def test_taking_its_own_log_probs_as_the_old_ones_is_the_same_as_being_given_the
 def test_the_entropy_is_asked_for_only_where_it_is_used():
     config = as_config(ActorConfig, {})
     assert PolicyLoss(config).outputs == ("log_probs",)
-    assert PolicyLoss(config, own_old_log_probs=True).outputs == ("log_probs", "entropy")
+    assert PolicyLoss(config, own_old_log_probs=True).outputs == ("log_probs", "entropy_value")
+    both = PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.1}), own_old_log_probs=True)
+    assert both.outputs == ("log_probs", "entropy")
     assert PolicyLoss(as_config(ActorConfig, {"entropy_coeff": 0.1})).outputs == ("log_probs", "entropy")
 
 
@@ -248,7 +250,7 @@ def loss_and_gradient(mode: str, data: DataProto, log_probs: torch.Tensor, corre
     values, gradients = [], []
     for rows in (slice(0, 2), slice(2, 3)):  # two micro-batches
         leaf = log_probs[rows].clone().requires_grad_()
-        output = {"log_probs": leaf, "entropy": torch.zeros_like(leaf)}
+        output = {"log_probs": leaf, "entropy_value": torch.zeros_like(leaf)}
         loss, _ = loss_fn(output, data[rows], Counts(tokens=8, sequences=3))
         loss.backward()
         values.append(loss.detach())

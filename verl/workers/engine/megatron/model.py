@@ -30,6 +30,7 @@ from torch.nn.functional import gelu, silu
 from verl.config.engine import RECOMPUTE, MegatronConfig
 from verl.models.forward import (
     check_single_label,
+    entropy_options,
     gather_row_values,
     label_statistics_fields,
     scatter_to_responses,
@@ -184,7 +185,8 @@ class MegatronModel(LanguageModule):
         inputs = hidden, without_padded_rows(weight, start, self._vocab), rows.labels - start, temperature
         if top_k:
             return top_token_fields(top_tokens(*inputs, top_k, first=start, **shared))
-        return label_statistics_fields(*label_statistics(*inputs, "entropy" in names, **shared))
+        options: dict[str, Any] = {**shared, **entropy_options(names)}
+        return label_statistics_fields(*label_statistics(*inputs, **options))
 
     def _scores(self, hidden: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return self.score(hidden.index_select(0, places).float()).squeeze(-1)
