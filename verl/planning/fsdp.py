@@ -175,7 +175,7 @@ class FSDPModelMemory:
     def _backward_peaks(self, tokens: int, response_tokens: int, accumulates: bool) -> list[dict[str, float]]:
         """Return the bytes by part at the start of a backward pass: in the head, and in the last layer."""
         s, c = self.shape, self.compute_bytes
-        saved = tokens * (c * s.hidden if self.checkpointing else self.layer_activations()) * s.layers
+        saved = tokens * self._saved_per_layer() * s.layers
         saved += tokens * (4 + 2 * c) * s.hidden + response_tokens * c * s.hidden + tokens * 2 * c * s.head_dim
         recomputed = self.layer_activations() if self.checkpointing else 0
         head = 0 if self.has_adapters or self.kind != "causal_lm" else c * s.embedding_parameters
@@ -185,6 +185,14 @@ class FSDPModelMemory:
             {**common, "activations": saved, "head": self._head_backward(response_tokens)},
             {**common, "activations": in_layer, "head": float(head)},
         ]
+
+    def _saved_per_layer(self) -> float:
+        """Bytes per token that one layer saves until its backward pass: with checkpointing only its input, compiled
+        layers also the output of attention and a float32 number per head."""
+        if not self.checkpointing:
+            return self.layer_activations()
+        s, c = self.shape, self.compute_bytes
+        return c * s.hidden + (c * s.query_width + 4 * s.heads if self.compiled else 0)
 
     def _accumulated_gradients(self, accumulates: bool) -> float:
         """Gradients of previous micro-batches on the device."""

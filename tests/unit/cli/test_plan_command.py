@@ -164,10 +164,10 @@ def test_the_text_has_a_verdict_tables_and_a_note(capsys):
 
 
 def test_a_tight_plan_names_its_uncertainty(capsys):
-    size = "--gpu=23.5"
+    size = "--gpu=24"
     assert main(["sft", "model.path=Qwen/Qwen2.5-7B-Instruct", size, "--gpus", "4", "--nodes", "2"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
-    assert first.startswith("The run may just fit on 2 nodes x 4 x GPU of 23.5 GB: sft takes ")
+    assert first.startswith("The run may just fit on 2 nodes x 4 x GPU of 24 GB: sft takes ")
     assert first.endswith("within the uncertainty of the plan (7%).")
 
 

@@ -53,6 +53,17 @@ def phase(plan, name):
 # ---------------------------------------------------------------- formulas
 
 
+def test_checkpointed_compiled_layers_also_save_the_outputs_of_attention():
+    tokens, peaks = 8192, {}
+    for compiled in (False, True):
+        # With adapters the peak is always in the first layer of the backward pass.
+        model = FSDPModelMemory(replace(SHAPE, adapter_parameters=1), compiled=compiled, checkpointing=True)
+        layer = tokens * (model.layer_activations() + model.backward_temporaries())
+        peaks[compiled] = model.update(tokens, 1, 1)["activations"] - layer
+    # 14 heads of 64 in bfloat16, and a float32 number per head and token.
+    assert peaks[True] - peaks[False] == 24 * tokens * (2 * 14 * 64 + 4 * 14)
+
+
 def bytes_kept(model, tokens):
     """What autograd keeps of a forward pass, parameters not counted, each storage once."""
     own = {value.untyped_storage().data_ptr() for value in [*model.parameters(), *model.buffers()]}

@@ -15,6 +15,8 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._logging._internal import warning_once
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from tests.support.engine_cases import engine_gradients, make_batch, make_engine, token_loss
@@ -25,6 +27,7 @@ from verl.models import attention
 from verl.models.shared_prefixes import TreePacking
 from verl.protocol import DataProto
 from verl.workers.engine.base import MicroBatching
+from verl.workers.engine.common import base_engine
 from verl.workers.engine.common.base_engine import compile_each_layer, compiled_graphs
 from verl.workers.engine.common.prefix_sharing import PrefixSharing
 
@@ -213,10 +216,13 @@ def test_layers_with_adapters_share_the_code(checkpointing, kernels):
 
 @pytest.mark.slow  # the operator alone: tests/unit/models/test_tree_attention.py
 @pytest.mark.parametrize(("checkpointing", "rank"), [(True, 4), (True, 0), (False, 4), (False, 0)])
-def test_compiled_trees_have_the_gradients_of_plain_rows(checkpointing, rank, kernels, monkeypatch):
-    """Of the operator as the compiler differentiates it: with recomputation, and weights that have no gradient."""
+def test_compiled_trees_have_the_gradients_of_plain_rows(checkpointing, rank, kernels, monkeypatch, caplog):
+    """Of the operator as the compiler differentiates it: with recomputation, but not of attention, and weights that
+    have no gradient."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(_compile_by_aot))
-    data, results = batch(3, 6, 4), []
+    data, results, calls = batch(3, 6, 4), [], []
+    monkeypatch.setattr(attention, "kernel_forward", lambda *args: (calls.append(args), exact_forward(*args))[1])
+    warning_once.cache_clear()
     for sharing in ("false", "true"):
         engine = make_engine(tiny_model(seed=3), lora_rank=rank, enable_gradient_checkpointing=checkpointing)
         if rank:
@@ -226,8 +232,12 @@ def test_compiled_trees_have_the_gradients_of_plain_rows(checkpointing, rank, ke
             engine.compile_layers()
         micro = MicroBatching(size=4)
         fields = engine.infer(data, ["log_probs"], micro=micro).batch["log_probs"]
+        calls.clear()
         engine.forward_backward(data, token_loss, ["log_probs"], micro=micro)
         results.append({"log_probs": fields, **engine_gradients(engine)})
+    assert len(calls) == 2 * engine.model.hf.config.num_hidden_layers, "micro-batches times layers"
+    assert "context_fn" not in caplog.text, "advice of torch that does not apply"
+    assert str(torch.ops.torch_attn._varlen_attn.default) in base_engine._ATTENTION_OPERATORS
     plain, compiled = results
     assert plain.keys() == compiled.keys()
     for name, value in plain.items():
@@ -247,9 +257,13 @@ class CheckpointedMLP(nn.Module):
         return self.down(torch.relu(self.up(hidden)))
 
 
-def test_the_backward_pass_recomputes_only_what_it_reads(monkeypatch):
-    """Among the products of the backward pass is that of `up`, but not that of `down`."""
+@pytest.mark.parametrize("saves_relu", [False, True])
+def test_the_backward_pass_recomputes_only_what_it_reads(monkeypatch, saves_relu):
+    """Among the products of the backward pass is that of `up`, but not that of `down`. Outputs that are saved, like
+    those of attention, are not recomputed."""
     products = []
+    if saves_relu:
+        monkeypatch.setattr(base_engine, "_ATTENTION_OPERATORS", {"aten.relu.default"})
 
     def count(graph: Any, _inputs: Any) -> Any:
         products.append(sum("mm" in str(node.target) for node in graph.graph.nodes))
@@ -269,7 +283,20 @@ def test_the_backward_pass_recomputes_only_what_it_reads(monkeypatch):
     layer(hidden.requires_grad_()).sum().backward()
     for name, value in layer.named_parameters():
         torch.testing.assert_close(value.grad, expected[name])
-    assert products == [2, 1 + 4]
+    assert products == [2, 4 if saves_relu else 1 + 4]
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow  # generates code
+def test_checkpointed_layers_are_cached_for_other_processes():
+    torch._dynamo.reset()
+    counters.clear()
+    layer = CheckpointedMLP()
+    compile_each_layer([layer])
+    layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
+    stages = counters["aot_autograd"]
+    assert not stages["autograd_cache_bypass"]
+    assert stages["autograd_cache_saved"] + stages["autograd_cache_hit"] == 1
     torch._dynamo.reset()
 
 

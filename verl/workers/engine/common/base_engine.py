@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from verl.config.engine import OptimConfig
 from verl.models.forward import FIELDS_OF_KIND, FIELDS_OF_ROWS
@@ -348,9 +349,11 @@ def compile_each_layer(layers: Iterable[nn.Module]) -> None:
     """Compile the forward pass of each layer for any number of tokens; layers of one class share the code.
 
     Activation checkpointing that transformers has enabled moves into the compiled code, which recomputes only what the
-    backward pass reads. It skips, for example, a layer's last projection, about a quarter of its matrix operations.
+    backward pass reads. It skips, for example, a layer's last projection, about a quarter of its matrix operations. The
+    outputs of attention are saved.
     """
     options = _inductor_options()
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_hide_checkpoint_advice)
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             layer.gradient_checkpointing = False
@@ -365,7 +368,32 @@ def _checkpointed(layer: nn.Module, forward: Callable[..., Any], *args: Any, **k
     """
     if not (layer.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=_SAVE_ATTENTION, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)  # a policy would prevent compilation of the parts
+
+
+def _saves_attention(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    """Save the outputs of attention: they are as large as the input of the layer, which is saved anyway, and of all
+    operations their computation takes the longest per byte, in particular for long sequences."""
+    return CheckpointPolicy.MUST_SAVE if str(operator) in _ATTENTION_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_ATTENTION_OPERATORS = frozenset(
+    {
+        "verl.tree_attention.default",
+        "torch_attn._varlen_attn.default",
+        "flash_attn._flash_attn_varlen_forward.default",
+    }
+)
+_SAVE_ATTENTION: Any = partial(create_selective_checkpoint_contexts, _saves_attention)
+# Without it, compiled layers are not cached across processes.
+_SAVE_ATTENTION.cache_hash = f"save {sorted(_ATTENTION_OPERATORS)}"
+
+
+def _hide_checkpoint_advice(record: logging.LogRecord) -> bool:
+    """Return False for torch's advice against operations in place: nothing changes the saved outputs in place."""
+    return "context_fn" not in record.getMessage()
 
 
 def keep_head_size_constant(model: nn.Module) -> None:
