@@ -81,6 +81,7 @@ REQUIRED_BY: dict[str, tuple[str, ...]] = {
         "verl/inference/kernels/",
         "verl/models/fused_head_kernel.py",
         "verl/utils/weight_fingerprint_kernel.py",
+        "verl/workers/engine/fsdp/gradient_kernel.py",
     ),
 }
 OPTIONAL = {

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch._dynamo.exc import TorchDynamoException
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,10 +16,12 @@ from transformers import (
 
 from tests.support.engine_cases import (
     DEVICE,
+    OUTPUTS_OF_KIND,
     assert_close,
     engine_gradients,
     make_batch,
     make_engine,
+    model_of_kind,
     plain_fields,
     plain_gradients,
     token_loss,
@@ -107,6 +110,45 @@ def test_one_rank_adds_up_micro_batches_and_reduces_them_once(monkeypatch):
     engine.forward_backward(make_batch(rows=6), token_loss, BOTH, micro=MicroBatching(size=2))
     assert ends == [False, False, True]
     assert_close(engine_gradients(engine), plain_gradients("qwen2", make_batch(rows=6)))
+
+
+def test_gradients_of_resharded_layers_are_added_in_place(monkeypatch):
+    """After the first micro-batch there is nothing to reduce, also in a further pass before the optimizer step."""
+    engine, reduced = make_engine(tiny_model(), reshard_after_forward=True), []
+    reduce = _fsdp_param_group.foreach_reduce
+    monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", lambda *args: (reduced.append(args), reduce(*args))[1])
+    data, micro = make_batch(rows=6), MicroBatching(size=2)
+    groups, wanted = len(list(sharding.sharded_modules(engine.model))), plain_gradients("qwen2", data)
+    for factor in (1, 2):
+        engine.forward_backward(data, token_loss, BOTH, micro=micro)
+        assert len(reduced) == groups > 2
+        assert_close(engine_gradients(engine), {name: factor * value for name, value in wanted.items()})
+    engine.optimizer_step()
+    engine.forward_backward(data, token_loss, BOTH, micro=micro)
+    assert len(reduced) == 2 * groups
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "changes"),
+    [
+        ("causal_lm", "llama", {"tie_word_embeddings": True}),
+        ("causal_lm", "qwen2", {"lora_rank": 4}),
+        ("causal_lm", "qwen2", {"grad_offload": True}),
+        ("value", "qwen2", {"use_remove_padding": False}),
+    ],
+)
+def test_gradients_added_in_place_have_the_bits_of_reductions(kind, family, changes, monkeypatch):
+    data, outputs, found = make_batch(), OUTPUTS_OF_KIND[kind], []
+    model = {name: changes.pop(name) for name in ("tie_word_embeddings",) if name in changes}
+    for in_place in (True, False):
+        if not in_place:
+            monkeypatch.setattr(sharding, "accumulate_in_place", lambda _: None)
+        engine = make_engine(model_of_kind(kind, family, **model), kind, reshard_after_forward=True, **changes)
+        for _ in range(2):
+            engine.forward_backward(data, token_loss, outputs, micro=MicroBatching(size=2))
+        engine.optimizer_step()
+        found.append(whole_weights(engine))
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
 def test_a_compiler_that_fails_is_explained_with_the_key():

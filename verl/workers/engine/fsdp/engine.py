@@ -114,6 +114,8 @@ class FSDPEngine(BaseTrainEngine):
         with self._inference():
             check_head(self.model, self.device)
             self._packs = model_config.use_remove_padding and enable_packed_attention(self.model, self.device)
+        if optim is not None and self.mesh.size() == 1 and not self._one_group:
+            sharding.accumulate_in_place(self.model)
         if not self._packs:
             self._reject_features_that_need_packing(router_replay, prefix_sharing)
             self._routers = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from verl.models.lora import Adapters
 from verl.models.ulysses import SequenceParallel
 from verl.utils.buffer_sizes import grouping
 from verl.workers.engine.common.groups import NodeGroup
+from verl.workers.engine.common.offload import local_shard
 
 
 def build_mesh(device: torch.device, fsdp_size: int | None) -> DeviceMesh:
@@ -88,6 +90,33 @@ def set_last_micro_batch(model: Any, last: bool) -> None:
     """
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)
+
+
+def accumulate_in_place(model: nn.Module) -> None:
+    """For a single rank: add the gradients of all micro-batches but the first to the existing ones, one parameter at a
+    time. Otherwise `fully_shard` copies them twice in float32, with nothing to reduce.
+    """
+    for module in sharded_modules(model):
+        sharded = dict(module.named_parameters())
+        module.unshard()
+        for name, parameter in module.named_parameters():
+            # Parameters of other groups stay sharded.
+            if parameter is not sharded[name] and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, sharded[name]))
+        module.reshard()
+
+
+def _add_gradient(sharded: nn.Parameter, parameter: torch.Tensor) -> None:
+    """Add the gradient of an unsharded parameter to that of its only shard, if this has one."""
+    if sharded.grad is not None and parameter.grad is not None:
+        total, gradient = local_shard(sharded.grad), parameter.grad
+        if total.is_cuda and total.dtype != gradient.dtype and total.is_contiguous() and gradient.is_contiguous():
+            from verl.workers.engine.fsdp.gradient_kernel import add_gradient
+
+            add_gradient(total, gradient)
+        else:
+            total.add_(gradient)
+        parameter.grad = None
 
 
 def checkpoint_activations(model: ResponseModel) -> None:
