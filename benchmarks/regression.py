@@ -1,4 +1,4 @@
-"""Regression table of verl alone, in about three minutes: steps (a) and (b) of training_step.py, decoding, and SFT.
+"""Regression table of verl alone, in two to three minutes: steps (a) and (b) of training_step.py, decoding, and SFT.
 
     python benchmarks/regression.py                    # measure, compare, append to benchmarks/regression.jsonl
     python benchmarks/regression.py --no-store         # measure and compare
@@ -8,6 +8,7 @@
 An entry has the commit, the machine, versions and the values. It is compared with the last entry of the same machine;
 values that are worse by more than 3 % are marked, and the exit code is then 1. Models have random weights (0.5B on a
 GPU, tiny on a CPU), so values of GPUs and CPUs are not comparable. Commit the file together with the measured change.
+Both cases are measured in one run, first (a), then (b); the first step of each is not counted.
 """
 
 from __future__ import annotations
@@ -23,14 +24,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from _ours_step import base, run
+from _ours_step import base, run, training_steps
 from _report import machine_info, report
 from _sft_systems import SFTWork
 from _shapes import matmul_rate, shape_config
+from _training_work import Work
 from decode_step import decode_seconds, longest_measured, random_engine
 from sft import measure_system
 from training_step import default_budget, work_of
@@ -41,23 +45,36 @@ TOLERANCE = 0.03
 LARGER_IS_BETTER = "tokens/s"
 """Suffix of the names of values that should grow; all others should shrink."""
 _PACKAGES = ("torch", "transformers", "ray", "triton")
+_STEPS = 3
+"""Steps of each case."""
+
+
+class BothCases(Work):
+    """Steps with responses of equal length, case (a), then as many with ragged ones, case (b)."""
+
+    def lengths(self, step: int) -> np.ndarray:
+        return np.full((self.prompts, self.n), self.mean) if step < _STEPS else super().lengths(step - _STEPS)
 
 
 def measure_steps(shape: str, folder: Path, options: argparse.Namespace, rate: float) -> dict[str, float]:
     """Seconds of a training step and its phases, and peak memory, in both cases."""
-    values: dict[str, float] = {}
-    for case in ("a", "b"):
-        work = work_of(case, shape, 3, small=not torch.cuda.is_available())
-        work_folder = work.write(folder / shape)
-        overrides = base(work, default_budget(), checkpointing=False, compiled=torch.cuda.is_available())
-        for row in run(work, work_folder, "all on", overrides, options.limit, rate):
-            if row["phase"] in ("step", "gen", "update_actor") and "s" in row:
-                values[f"({case}) {row['phase']}, s"] = row["s"]
-                if row["phase"] == "step" and row.get("peak GB"):
-                    values[f"({case}) peak, GB"] = row["peak GB"]
-            elif "s" not in row:
-                raise SystemExit(f"regression: step ({case}) was not measured: {row.get('note')}")
-    return values
+    cuda, ragged = torch.cuda.is_available(), work_of("b", shape, _STEPS, small=not torch.cuda.is_available())
+    work = BothCases(**{**asdict(ragged), "case": "both", "steps": 2 * _STEPS})
+    work_folder = work.write(folder / shape)
+    overrides = base(work, default_budget(), checkpointing=False, compiled=cuda)
+    rows = run(work, work_folder, "all on", overrides, options.limit, rate)
+    steps = training_steps(work_folder / "runs" / "training_step" / "both-all-on" / "metrics.jsonl")
+    if len(steps) < 2 * _STEPS:
+        raise SystemExit(f"regression: {len(steps)} of {2 * _STEPS} steps were measured: {rows[-1].get('note')}")
+    return case_values("a", steps[1:_STEPS]) | case_values("b", steps[_STEPS + 1 :])
+
+
+def case_values(case: str, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Mean seconds of these steps and of their phases, and their peak memory, if it was measured."""
+    phases = ("gen", "update_actor", "step")
+    values = {f"({case}) {name}, s": statistics.mean(step[f"timing_s/{name}"] for step in steps) for name in phases}
+    peaks = [value for step in steps for key, value in step.items() if key.startswith("memory_gb/")]
+    return values | ({f"({case}) peak, GB": max(peaks)} if peaks else {})
 
 
 def measure_decoding(shape: str, device: str) -> dict[str, float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from regression import FILE, compare, new_entry, read_entries
+from regression import FILE, BothCases, case_values, compare, new_entry, read_entries
+from training_step import work_of
 
 
 def entry(machine: str, commit: str, **values: float) -> dict:
@@ -45,6 +47,22 @@ def test_an_entry_says_what_it_depends_on(tmp_path):
     assert stored["runs"] == 2
     assert stored["machine"]
     assert stored["versions"]["torch"]
+
+
+def test_both_cases_are_measured_in_one_run():
+    equal, ragged = (work_of(case, "tiny", 3, small=True) for case in "ab")
+    both = BothCases(**{**asdict(ragged), "steps": 6})
+    for step in range(3):
+        assert (both.lengths(step) == equal.lengths(step)).all()
+        assert (both.lengths(3 + step) == ragged.lengths(step)).all()
+
+
+def test_values_of_a_case_are_means_and_the_highest_peak():
+    phases = {"timing_s/gen": 1.0, "timing_s/update_actor": 2.0}
+    steps = [{**phases, "timing_s/step": 4.0, "memory_gb/gen": 7.0}, {**phases, "timing_s/step": 5.0}]
+    expected = {"(b) gen, s": 1.0, "(b) update_actor, s": 2.0, "(b) step, s": 4.5}
+    assert case_values("b", steps) == {**expected, "(b) peak, GB": 7.0}
+    assert case_values("b", steps[1:]) == {**expected, "(b) step, s": 5.0}
 
 
 def test_the_stored_table_is_readable():
