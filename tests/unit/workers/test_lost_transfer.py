@@ -27,9 +27,12 @@ PROMPT_S = 30.0
 def in_group(actions: list[Callable[[TransferGroup], Any]]) -> list[Any]:
     """Run each action as a member of one group; return their results or errors."""
     host = TransferHost("127.0.0.1")
+    # An action may leave the group at once; without the barrier, others might still be connecting to it.
+    joined = threading.Barrier(len(actions), timeout=PROMPT_S)
 
     def run(rank: int) -> Any:
         group = TransferGroup(host if rank == 0 else host.address, rank, len(actions), timeout_s=TIMEOUT_S)
+        joined.wait()
         try:
             return actions[rank](group)
         except Exception as error:
