@@ -58,7 +58,8 @@ class BothCases(Work):
 
 def measure_steps(shape: str, folder: Path, options: argparse.Namespace, rate: float) -> dict[str, float]:
     """Seconds of a training step and its phases, and peak memory, in both cases."""
-    cuda, ragged = torch.cuda.is_available(), work_of("b", shape, _STEPS, small=not torch.cuda.is_available())
+    cuda = torch.cuda.is_available()
+    ragged = work_of("b", shape, _STEPS, small=not cuda)
     work = BothCases(**{**asdict(ragged), "case": "both", "steps": 2 * _STEPS})
     work_folder = work.write(folder / shape)
     overrides = base(work, default_budget(), checkpointing=False, compiled=cuda)

@@ -37,7 +37,8 @@ FIELDS_OF_KIND: dict[str, tuple[str, ...]] = {
     "sequence_classification": ("scores",),
 }
 # Fields with one number per row. Other fields have one number per response token, or K: `other_log_probs` (of the
-# alternative tokens in `labels`), `top_ids` and `top_log_probs` (of the most likely tokens).
+# alternative tokens in `labels`), `top_ids` and `top_log_probs` (of the most likely tokens). `entropy_value` is the
+# entropy without gradient.
 FIELDS_OF_ROWS = ("scores", "last_value")
 # Parts of the hidden size whose gradients are summed in float32 at a time.
 _GRADIENT_CHUNKS = 8
@@ -147,9 +148,9 @@ def entropy_options(fields: Sequence[str]) -> dict[str, bool]:
 
 def label_statistics_fields(log_probs: torch.Tensor, entropy: torch.Tensor | None) -> dict[str, Any]:
     """Return results of `label_statistics` by field; of labels [N, 1 + K] the first is the response token."""
-    if log_probs.dim() == 1:
-        return {"log_probs": log_probs, "entropy": entropy, "entropy_value": entropy}
     entropies = {"entropy": entropy, "entropy_value": entropy}
+    if log_probs.dim() == 1:
+        return {"log_probs": log_probs, **entropies}
     return {"log_probs": log_probs[:, 0], "other_log_probs": log_probs[:, 1:], **entropies}
 
 

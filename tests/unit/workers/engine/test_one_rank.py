@@ -129,21 +129,20 @@ def test_gradients_of_resharded_layers_are_added_in_place(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kind", "family", "changes"),
+    ("kind", "model", "changes"),
     [
-        ("causal_lm", "llama", {"tie_word_embeddings": True}),
-        ("causal_lm", "qwen2", {"lora_rank": 4}),
-        ("causal_lm", "qwen2", {"grad_offload": True}),
-        ("value", "qwen2", {"use_remove_padding": False}),
+        ("causal_lm", {"family": "llama", "tie_word_embeddings": True}, {}),
+        ("causal_lm", {}, {"lora_rank": 4}),
+        ("causal_lm", {}, {"grad_offload": True}),
+        ("value", {}, {"use_remove_padding": False}),
     ],
 )
-def test_gradients_added_in_place_have_the_bits_of_reductions(kind, family, changes, monkeypatch):
+def test_gradients_added_in_place_have_the_bits_of_reductions(kind, model, changes, monkeypatch):
     data, outputs, found = make_batch(), OUTPUTS_OF_KIND[kind], []
-    model = {name: changes.pop(name) for name in ("tie_word_embeddings",) if name in changes}
     for in_place in (True, False):
         if not in_place:
             monkeypatch.setattr(sharding, "accumulate_in_place", lambda _: None)
-        engine = make_engine(model_of_kind(kind, family, **model), kind, reshard_after_forward=True, **changes)
+        engine = make_engine(model_of_kind(kind, **model), kind, reshard_after_forward=True, **changes)
         for _ in range(2):
             engine.forward_backward(data, token_loss, outputs, micro=MicroBatching(size=2))
         engine.optimizer_step()

